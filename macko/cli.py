@@ -34,10 +34,7 @@ from .nn.linear import DTYPES
 from .nn.report import Report, format_bytes
 from .pruning.prune import METHODS, STATISTICS, asked_for, prune_
 from .pruning.reconstruct import RECIPES
-from .weights import (
-    FORMATS,
-    codes,
-)
+from .weights import FORMATS, codes, packed_in_files, with_own_files
 from .workdir import (
     KeptLayers,
     check_dense,
@@ -142,8 +139,7 @@ def _prune_arguments(add: Any) -> None:
 
 def _convert_arguments(add: Any) -> None:
     _in_and_out(add, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
-    kinds = {name: kind for name, kind in FORMATS.items() if not kind.saved_dense}
-    *some, last = (name for name, kind in kinds.items() if name != "macko" and not kind.is_layout)
+    kinds, (*some, last) = packed_in_files(), with_own_files()
     held = f"what the weights are held in where the model is loaded ({', '.join(some)} and {last} have files of their "
     add("--format", default="auto", help=f"{held}own, the others the same): {', '.join(CHOICES)}, {', '.join(kinds)}")
     add("--values", choices=codes.KINDS, help="round to 8 bits a value, with a scale a row (default: no)")
@@ -296,11 +292,11 @@ def convert(options: argparse.Namespace) -> None:
 
     ignore = _ignored(options.ignore)
     values = options.values or "exact"
-    known = [*CHOICES, *(name for name, kind in FORMATS.items() if not kind.saved_dense)]
-    if options.format.partition(" ")[0] not in (*known, *FORMATS):  # a pattern may follow
+    known, name = [*CHOICES, *packed_in_files()], options.format.partition(" ")[0]  # a pattern may follow
+    if name not in (*known, *FORMATS):
         raise ValueError(f"--format is {options.format!r}, expected one of {', '.join(known)}")
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity, values=values)
-    if options.format in FORMATS and FORMATS[options.format].saved_dense:
+    if name not in known:
         raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
     check_target(options.target, options.source, options.overwrite)
     device, source = _device(options.device), find_folder(options.source)

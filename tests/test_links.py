@@ -90,3 +90,98 @@ def test_every_old_path_names_a_module() -> None:
     for new in " ".join(MOVED.values()).split():
         path = MACKO.joinpath(*new.split("."))
         assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), new
+
+
+#: Properties and functions that say of a format which one it is, beside the flags of its class.
+ASKED = {"keeps_format", "takes_any_weight"}
+#: Places outside of macko/weights that may ask for a format. Callers ask a weight for what they want of it instead.
+MOST_QUESTIONS = 25
+
+
+def flags_and_names() -> tuple[set[str], set[str], set[str]]:
+    """What the classes of weights declare: flags (ClassVar[bool] and numbers), names of formats, names of classes."""
+    flags, formats, classes = set(ASKED), set(), set()
+    for file in (MACKO / "weights").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Weight"):
+                classes.add(node.name)
+                for field in (field for field in node.body if isinstance(field, ast.AnnAssign)):
+                    assert isinstance(field.target, ast.Name)
+                    if ast.unparse(field.annotation) in ("ClassVar[bool]", "ClassVar[float]", "ClassVar[int | None]"):
+                        flags.add(field.target.id)
+                    elif field.target.id == "format" and isinstance(field.value, ast.Constant):
+                        formats.add(str(field.value.value))
+    return flags, formats, classes - {"PackedWeight"}  # whether it is packed at all is no question of the format
+
+
+def questions(source: str) -> list[int]:
+    """Lines of code that ask a weight, or a class of weights, which format it is.
+
+    By isinstance, issubclass, `is`, `==` or `in` with a class; by a flag of the class; by comparing `.format` with the
+    name of a format, or with that of another weight; by looking something up under a class' name, TileWeight.format; by
+    about() that is None. Not by whether somebody chose "auto", or whether what there is is a Tensor.
+    """
+    flags, formats, classes = flags_and_names()
+
+    def named(node: ast.AST) -> str:
+        return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+    def some(node: ast.AST, known: set[str]) -> bool:
+        """Whether it is one of the names, or a literal with one."""
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            return any(some(part, known) for part in node.elts)
+        return named(node) in known or (isinstance(node, ast.Constant) and node.value in known)
+
+    def asks(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call) and named(node.func) in ("isinstance", "issubclass"):
+            return some(node.args[1], classes)
+        if isinstance(node, ast.Call):
+            looks_up = isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop")
+            return (looks_up and any(map(is_key, node.args))) or (
+                isinstance(node.func, ast.Name) and node.func.id in ASKED
+            )
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            literals = [
+                part for side in sides if isinstance(side, (ast.Tuple, ast.List, ast.Set)) for part in side.elts
+            ]
+            if any(some(side, classes) or ast.unparse(side).endswith(".about()") for side in sides):
+                return True
+            if any(map(is_key, [*sides, *literals])):
+                return True
+            of_format = [side for side in sides if named(side) == "format"]
+            others = [side for side in sides if side not in of_format]
+            same = len(of_format) > 1 or any(some(side, formats) for side in others)
+            return bool(of_format) and same
+        if isinstance(node, ast.Subscript):
+            return some(node.slice, classes) or is_key(node.slice)
+        return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in flags
+
+    def is_key(node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and node.attr == "format" and named(node.value) in classes
+
+    return sorted(node.lineno for node in ast.walk(ast.parse(source)) if asks(node))  # type: ignore[attr-defined]
+
+
+def test_every_kind_of_question_is_counted() -> None:
+    asked = (
+        "isinstance(w, ByteWeight)", "issubclass(kind, (MackoWeight, ByteWeight))", "kind is weights.SellWeight",
+        "kind in (TileWeight, EcWeight)", "w.is_layout", "kind.saved_dense", "w.keeps_format", "kind.handicap < 2",
+        "takes_any_weight(o.format)", "w.format == 'slide'", "o.format in ('ec', 'auto')", "w.format == format",
+        "us.get(TileWeight.format)", "us[TileWeight.format]", "name in ('dense', EcWeight.format)", "w.about() is None",
+    )  # fmt: skip
+    for line in asked:
+        assert questions(line), line
+    for line in (
+        "isinstance(w, Tensor)",
+        "isinstance(w, PackedWeight)",
+        "o.format == 'auto'",
+        "TileWeight.from_dense(w)",
+    ):
+        assert not questions(line), line
+
+
+def test_callers_do_not_ask_for_a_format() -> None:
+    files = [file for file in MACKO.rglob("*.py") if "weights" not in file.relative_to(MACKO).parts]
+    found = {str(file.relative_to(MACKO)): lines for file in files if (lines := questions(file.read_text()))}
+    assert sum(map(len, found.values())) <= MOST_QUESTIONS, found

@@ -555,6 +555,22 @@ def test_sparsify_with_a_pattern() -> None:
         macko.sparsify_(model, format="slide", values="raw")
 
 
+def test_a_layer_is_packed_for_another_pattern() -> None:
+    dense = torch.nn.Linear(256, 192, dtype=torch.float16)
+    with torch.no_grad():
+        dense.weight.copy_(weight(192, 256, 2, torch.float16))
+    layer = SparseLinear.from_linear(dense, "slide")
+    held = layer.packed.tensors()["tiles"].data_ptr()
+    for format, label, same in (
+        ("slide", "slide 2:4 float16", True),
+        ("slide 2:4", "slide 2:4 float16", True),
+        ("slide 6:8", "slide 6:8 float16", False),
+    ):
+        layer.reformat_(format)
+        assert (layer.packed.label, layer.packed.tensors()["tiles"].data_ptr() == held) == (label, same)
+    assert_same_bits(layer.weight, dense.weight)
+
+
 def test_dtype_and_pattern_are_values_and_a_part_of_format_now() -> None:
     full = torch.randn(192, 256).half()
     full[:, ::4] = 0  # all that 6:8 allows

@@ -26,6 +26,7 @@ from macko.weights import (
     BitmapWeight,
     MackoWeight,
     PackedWeight,
+    SellWeight,
     Sparse11Weight,
     TileWeight,
 )
@@ -133,7 +134,7 @@ def test_times_of_eight_tokens_do_not_hide_the_model_of_one(own_tables: Path, mo
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Other")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 500)
-    monkeypatch.setattr(choose, "_sell_runs", lambda cols, device: True)
+    monkeypatch.setattr(SellWeight, "runs", lambda *_: True)
     for tokens, wanted in ((1, {"dense", "sell"}), (8, {"dense", "sell", "tile"})):
         assert {*choose.expected_us(512, 512, 0.5, HALF, torch.device("cuda"), tokens)} == wanted
 
@@ -141,7 +142,7 @@ def test_times_of_eight_tokens_do_not_hide_the_model_of_one(own_tables: Path, mo
 def test_tiles_times_stand_for_the_kernel_with_wgmma_alone(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (own_tables / "shipped" / times.file_name("Known")).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2)))
     monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 1000)
-    monkeypatch.setattr(choose, "_sell_runs", lambda cols, device: True)
+    monkeypatch.setattr(SellWeight, "runs", lambda *_: True)
     weight = SimpleNamespace(rows=512, cols=512, density=0.5, dtype=HALF, device=torch.device("cuda"))
     for name, major, one in (("Other", 8, "sell"), ("Other", 10, "sell"), ("Other", 9, "tile"), ("Known", 8, "tile")):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
@@ -159,7 +160,7 @@ def test_sparse11_is_taken_in_place_of_tile_and_not_by_its_own_times(
     assert times.times(GPU).us(512, 512, 0.5, HALF) == {"dense": 9, "sell": 5, "tile": 2}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 1000)
-    monkeypatch.setattr(choose, "_sell_runs", lambda cols, device: True)
+    monkeypatch.setattr(SellWeight, "runs", lambda *_: True)
     weight = SimpleNamespace(rows=512, cols=512, density=0.5, dtype=HALF, device=torch.device("cuda"))
     assert choose.choose(weight, 1).format == "tile"  # type: ignore[arg-type]
     monkeypatch.setattr(tune, "layouts", lambda weight: [BitmapWeight, Sparse11Weight])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -18,8 +19,6 @@ from ..weights import (
     EcWeight,
     MackoWeight,
     PackedWeight,
-    SellWeight,
-    SlideWeight,
     Sparse8Weight,
     Sparse11Weight,
     TileWeight,
@@ -33,11 +32,6 @@ _Kind = TypeVar("_Kind", bound=PackedWeight)
 
 #: Where no table knows it: from this density up a CPU multiplies from a bitmap, below it from the canonical deltas.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
-#: Shared memory that the sell kernel wants besides x, in bytes: its stages, partial sums, zeros after x.
-SELL_SHARED_BYTES = 64 * 1024
-#: Sell is taken up to so many times the least time: only its products can have norms and gates in them (macko.fuse).
-#: That saves launches of a microsecond or two.
-SELL_WITHIN = 1.05
 #: A report says where a layer is slower than dense by more than times vary.
 WORTH_SAYING = 0.95
 #: Weights of a layer from which on it gains as dense12: below, a product's fixed costs outweigh the bytes.
@@ -65,31 +59,43 @@ def pack(w: Tensor | MackoWeight, options: Options) -> PackedWeight:
     """
     kind = FORMATS.get(options.format)
     if options.in_bytes:
-        return _in_bytes(w.to_dense() if isinstance(w, MackoWeight) else w, options)
-    if kind is not None and kind is not SlideWeight:
-        return kind.from_macko(w) if isinstance(w, MackoWeight) else kind.from_dense(w)
+        return _in_bytes(w if isinstance(w, Tensor) else w.to_dense(), options)
+    if kind is not None and not options.may_slide:
+        return kind.from_dense(w) if isinstance(w, Tensor) else kind.from_macko(w)
     if options.format == "auto":
-        return _fastest(w if isinstance(w, MackoWeight) else MackoWeight.smallest(w), options)
-    dense = w.to_dense() if isinstance(w, MackoWeight) else w
+        return _fastest(MackoWeight.smallest(w) if isinstance(w, Tensor) else w, options)
+    dense = w if isinstance(w, Tensor) else w.to_dense()
     if options.format == "smallest":
         return _smallest(dense)
-    if kind is SlideWeight:
+    if kind is not None:
         return pack_slide(dense, options)
     if slides(dense, options) and (packed := pack_slide(dense, options)).nbytes < dense.nbytes:
         return packed  # else its tiles fill up a small weight
     return pack(w, options.again or AUTO)
 
 
+def repacked(packed: PackedWeight, options: Options) -> PackedWeight:
+    """A packed weight in the format of the options, or the one chosen by them; itself where it is, or stays, so.
+
+    Codes of 8 bits are never rounded again, but where they are to be packed for another pattern.
+    """
+    is_so = packed.format == options.format and options.pattern in ("auto", packed.pattern)
+    if packed.keeps_format if options.again else is_so:
+        return packed
+    converted = packed.converted(FORMATS[options.format]) if options.format in FORMATS else None
+    return pack(packed.to_pack(), options) if converted is None else converted
+
+
 def _fastest(weight: MackoWeight, options: Options) -> PackedWeight:
     """The weight in the format chosen for it; itself where that one would be mostly padding."""
     tokens = options.layout_tokens
     kind = choose(weight, tokens)
-    packed = kind.from_macko(weight)
-    if kind is TileWeight and (shorter := _sparse11(weight, options)) and not too_many_listed(shorter):
+    packed, is_tile = kind.from_macko(weight), kind is TileWeight
+    if is_tile and (shorter := _sparse11(weight, options)) and not too_many_listed(shorter):
         packed = shorter
     dense = weight.rows * weight.cols * weight.dtype.itemsize
     # Several tokens are worth tile's masks at any density.
-    many = tokens != 1 and (kind is TileWeight or tokens is not None)
+    many = tokens != 1 and (is_tile or tokens is not None)
     share = 0 if weight.rows < FEW_ROWS else 1 if many else LAYOUT_SHARE
     return packed if packed.nbytes <= max(LAYOUT_BYTES * weight.nbytes, share * dense) else weight
 
@@ -97,12 +103,14 @@ def _fastest(weight: MackoWeight, options: Options) -> PackedWeight:
 def _in_bytes(w: Tensor, options: Options) -> ByteWeight:
     """w in 8 bits a value, of the kind that is asked for: in the format of that name, or the smaller one."""
     number = codes.KINDS.index(options.values)
+    if options.format in FORMATS:
+        return FORMATS[options.format].from_dense(w, number)  # type: ignore[return-value]
     rows, cols = w.shape
     dense_bytes = -(-rows // 64) * -(-cols // 256) * 64 * 256 + 4 * rows
-    if options.format == Dense8Weight.format or int(w.count_nonzero()) > dense_bytes:
+    if int(w.count_nonzero()) > dense_bytes:
         return Dense8Weight.from_dense(w, number)
     packed = Sparse8Weight.from_dense(w, number)
-    if options.format == Sparse8Weight.format or packed.nbytes <= dense_bytes:
+    if packed.nbytes <= dense_bytes:
         return packed
     return Dense8Weight.from_codes(packed.codes(), packed.scales, w.dtype)
 
@@ -126,6 +134,14 @@ def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
     return sparse11_of(weight) if (gain or 1) >= SPARSE11_GAIN else None
 
 
+def us_of(packed: PackedWeight, us: Mapping[str, float], options: Options) -> float | None:
+    """The time of a packed weight, given those by format (expected_us); sparse11's by its gain over tile."""
+    time = us.get(packed.timed_as)
+    if time is None or not isinstance(packed, Sparse11Weight):
+        return time
+    return time / (sparse11_gain(packed.shape, packed.device, options.layout_tokens or 1) or 1)
+
+
 def sparse11_gain(shape: Sequence[int], device: torch.device, tokens: int) -> float | None:
     """Time of tile over that of sparse11 on this GPU; None where nobody measured."""
     return times_of(device).codec_gain(Sparse11Weight.format, shape, tokens)
@@ -138,8 +154,6 @@ def too_many_listed(packed: Sparse11Weight) -> bool:
 
 def sparse11_note(packed: PackedWeight, options: Options) -> str:
     """What a report says of how auto holds values, if anything."""
-    if isinstance(packed, Sparse11Weight):
-        return f"{packed.listed / max(1, packed.entries):.3%} of its values listed"
     if options.values != "exact" or not isinstance(packed, TileWeight) or packed.density < SPARSE11_DENSITY:
         return ""
     tokens = options.layout_tokens or 1
@@ -183,8 +197,7 @@ def expected_us(
         return {}
     known = times_of(device).at(tokens or 1)
     us = known.us(rows, cols, density, dtype, tokens or 1)
-    if device.type == "cuda" and not _sell_runs(cols, device):
-        us.pop(SellWeight.format, None)
+    us = {name: time for name, time in us.items() if name not in FORMATS or FORMATS[name].runs(device, dtype, cols)}
     if device.type == "cuda" and not known.measured and not runs_wgmma(device):
         us.pop(TileWeight.format, None)  # the lines of another GPU are of another kernel
     return us
@@ -204,6 +217,11 @@ def worst_of(
     return worst if worst and worst[1] < WORTH_SAYING else None
 
 
+def choosable(us: Mapping[str, float]) -> dict[str, float]:
+    """Of times by format those of the formats that may be chosen: of none that is opt-in, nor of the dense layer."""
+    return {name: us[name] for name in us if name in FORMATS and FORMATS[name].handicap < math.inf}
+
+
 def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]:
     """The format in which this weight takes the least time on its device, for so many tokens at a time, if known.
 
@@ -213,12 +231,8 @@ def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]
     if weight.device.type == "cuda" and tokens != 1 and (tokens or runs_wgmma(weight.device)):
         return TileWeight
     us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device, tokens)
-    us.pop("dense", None)
-    us.pop(EcWeight.format, None)  # is opt-in: files hold it as it is, so it would stay where it is no faster
-    if SellWeight.format in us:
-        us[SellWeight.format] /= SELL_WITHIN
-    if us:
-        return FORMATS[min(us, key=us.__getitem__)]
+    if us := choosable(us):
+        return FORMATS[min(us, key=lambda name: us[name] * FORMATS[name].handicap)]
     if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY[_library.cpu_path]:
         return BitmapWeight
     return MackoWeight
@@ -237,16 +251,9 @@ def not_dense12(weight: Tensor, device: torch.device) -> str:
 
 def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
     """The execution layouts that hold this weight on its device."""
-    on_it = (kind for kind in FORMATS.values() if kind.is_layout and weight.device.type in kind.device_types)
-    kinds = [kind for kind in on_it if weight.dtype in kind.dtypes]
-    return [kind for kind in kinds if kind is not SellWeight or _sell_runs(weight.cols, weight.device)]
+    kinds = (kind for kind in FORMATS.values() if kind.is_layout)
+    return [kind for kind in kinds if kind.runs(weight.device, weight.dtype, weight.cols)]
 
 
 def runs_wgmma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
-
-
-def _sell_runs(cols: int, device: torch.device) -> bool:
-    """Whether sell's kernel has room for x in shared memory, and its base columns of 16 bits reach."""
-    shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return cols < 2**16 and 2 * cols + SELL_SHARED_BYTES <= shared

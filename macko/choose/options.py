@@ -15,6 +15,7 @@ from ..weights import (
     Sparse8Weight,
     codes,
     format_named,
+    takes_any_weight,
 )
 from .times import SLIDE_DTYPES
 
@@ -82,6 +83,11 @@ class Options:
     def may_slide(self) -> bool:
         """Whether weights of a pattern are packed for its kernel, which is chosen for `slide_tokens`."""
         return self.format in (SlideWeight.format, "mixed")
+
+    @property
+    def any_zeros(self) -> bool:
+        """Whether the format is for weights with zeros or none; others gain by zeros."""
+        return takes_any_weight(self.format)
 
     @property
     def in_bytes(self) -> bool:

@@ -25,10 +25,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 
+from ..choose.options import Options
 from ..files import join, packed_state, quant_method
 from ..nn.linear import SparseLinear
 from ..nn.report import format_bytes
-from ..weights import saved_as, takes_any_weight
+from ..weights import saved_as
 from . import tensor_parallel, wrap
 from .transformers import IGNORES_SIZES, MackoConfig
 
@@ -82,7 +83,7 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
     if quant_method(own) != "macko":  # then it says so for as long as the model is saved
         noted = getattr(model.config, "quantization_config", None)
         about = copy.copy(noted) if isinstance(noted, MackoConfig) else MackoConfig()
-    if takes_any_weight(about.format):
+    if Options(about.format).any_zeros:
         about = copy.copy(about)  # what the files hold packed is not to be held so
         about.format = "auto"
     known = about.layers

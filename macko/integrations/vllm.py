@@ -35,12 +35,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-from ..choose.auto import pack
+from ..choose.auto import pack, repacked
 from ..choose.options import Options
 from ..nn.convert import convert_weight
 from ..nn.find import matching
 from ..ops import multiply
-from ..weights import MackoWeight, PackedWeight, saved_as, takes_any_weight
+from ..weights import PackedWeight, saved_as
 from ..weights.shards import joined
 from .config import Settings
 
@@ -123,7 +123,7 @@ class MackoConfig(Settings, QuantizationConfig):
                 )
             if parts:
                 return (Unpacked if has_kernels else Packed)(self, prefix, dense, list(parts.values()))
-            if not takes_any_weight(self.options.format):
+            if not self.options.any_zeros:
                 return dense
         if ignored := matching(self.ignore, (prefix, *names)):
             logger.debug("%s stays dense: ignored by %r", prefix, ignored[0])
@@ -320,11 +320,10 @@ class Packed(_Method):
         """This rank's matrix."""
         cut = [part.to(device, self.dtype) for part in self._ours(layer)]
         options = self.options(device)
-        if takes_any_weight(options.format) or options.in_bytes:  # which is for what the files hold dense
+        if options.any_zeros or options.in_bytes:  # which is for what the files hold dense
             options = Options(tokens=options.tokens)
         if len(cut) == 1 and cut[0].rows == sum(self.rows):
-            # ec and slide are what somebody chose
-            return pack(cut[0].to_macko(), options) if isinstance(cut[0], MackoWeight) or not options.again else cut[0]
+            return repacked(cut[0], options)
         if (in_bytes := joined(cut, sum(self.rows))) is not None:
             return in_bytes
         dense = torch.cat([part.to_dense() for part in cut])

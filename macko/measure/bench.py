@@ -24,7 +24,6 @@ from ..nn.linear import SparseLinear
 from ..nn.merge import split_
 from ..nn.report import Report
 from ..pruning.prune import prune_
-from ..weights import ByteWeight, takes_any_weight
 from ..weights.codes import KINDS
 from . import reference, runs
 from .rivals import replace_
@@ -63,7 +62,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
         options.compile = "default" if device.type == "cuda" else "no"
     if options.merge is None:
         options.merge = device.type == "cuda"  # as sparsify_
-    any_weight = takes_any_weight(options.format)
+    any_weight = Options(options.format).any_zeros
     dtype = getattr(torch, options.dtype or ("float16" if device.type == "cuda" and not any_weight else "bfloat16"))
     model = _load(source, device, dtype, options.weights_dtype)
     prunes = options.source[:7] == "random:" and not any_weight
@@ -131,7 +130,7 @@ def _rival(
 
 def _convert(model: Any, options: argparse.Namespace) -> Report:
     """sparsify_ as asked for; where zeros do not count lm_head too. ValueError where nothing changes."""
-    ignore = () if takes_any_weight(options.format) else IGNORED
+    ignore = () if Options(options.format).any_zeros else IGNORED
     how = {
         "format": options.format,
         "merge": options.merge,
@@ -253,7 +252,7 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
     def compare(name: str, layer: SparseLinear, x: Tensor, y: Tensor) -> None:
         packed = layer.packed
         weight = layer.weight.as_subclass(Tensor)
-        if isinstance(packed, ByteWeight) and x.is_cuda and runs_wgmma(x.device):
+        if x.is_cuda and runs_wgmma(x.device):
             weight = packed.unrounded()
         wanted, bound = reference.linear(x, weight, layer.bias, y.dtype, by_torch=x[..., 0].numel() > 1)
         # Inf on both sides is no difference; NaN, and Inf on one side, are over every bound.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..weights import takes_any_weight
+from ..choose.options import Options
 from . import runs
 from .runs import Line, Result, Side
 
@@ -108,7 +108,7 @@ def asked_of_macko(options: argparse.Namespace) -> dict[str, Any]:
     asked = {} if options.format == "auto" else {"format": options.format}
     if options.values:
         asked["values"] = options.values
-    return {**asked, "ignore": []} if takes_any_weight(options.format) else asked
+    return {**asked, "ignore": []} if Options(options.format).any_zeros else asked
 
 
 def _random_folder(source: str) -> str:
@@ -194,7 +194,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     from vllm import LLM
 
     _time_loading()
-    any_weight = takes_any_weight(options.format)
+    any_weight = Options(options.format).any_zeros
     makes = given.get("load_format") == "dummy" and name == "macko"
     sparsity = 0.0 if any_weight or not makes else (options.sparsity or [0.5])[0]
     if makes:

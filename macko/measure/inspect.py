@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..choose.auto import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, sparse11_of
+from ..choose.auto import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, choosable, sparse11_of
 from ..choose.exponents import bit_counts, have_codes, lacking
 from ..choose.patterns import PATTERNS, countable, matching_patterns, pattern_names
 from ..choose.times import SHIPPED, Times, is_cpu, packed_share, read, times, times_of
@@ -20,15 +20,7 @@ from ..nn.convert import MIN_SPARSITY
 from ..nn.find import IGNORED
 from ..nn.linear import DTYPES
 from ..nn.report import density_text, format_bytes, format_table
-from ..weights import (
-    Dense12Weight,
-    EcWeight,
-    Macko8Weight,
-    MackoWeight,
-    PackedWeight,
-    Sparse11Weight,
-    TileWeight,
-)
+from ..weights import Dense12Weight, MackoWeight, PackedWeight, Sparse11Weight, TileWeight
 from ..workdir import quantised_by
 
 #: A matrix is looked at by so many elements at a time, or one row block of tile; and not at all where it has more
@@ -93,9 +85,9 @@ class _Table:
         if "embed" in name or dtype not in DTYPES or (dtype.itemsize != 2 and self.on_gpu):
             return ""
         found = self.known.us(rows, cols, seen.density, dtype)
-        found.pop(EcWeight.format, None)  # which nothing chooses
         if not found:
             return ""
+        found = {"dense": found["dense"], **choosable(found)}
         left = 1 - seen.density < MIN_SPARSITY or "lm_head" in name  # as sparsify_ leaves it
         best = "dense" if left else min(found, key=found.__getitem__)
         self.us = [self.us[0] + found["dense"], self.us[1] + found[best]]
@@ -180,10 +172,7 @@ class Seen:
         if not _within(2 * Sparse11Weight.num_slabs(*self.shape) * 64 * 256, self.file_bytes):
             return None  # of few rows, which it fills up to 64
         weight = self.weight.to_dense() if isinstance(self.weight, Masked) else self.weight
-        if isinstance(weight, Tensor):
-            weight = MackoWeight.from_dense(weight)
-        assert isinstance(weight, MackoWeight)
-        packed = sparse11_of(weight)
+        packed = sparse11_of(MackoWeight.from_dense(weight) if isinstance(weight, Tensor) else weight.to_macko())
         return packed.nbytes if packed else None
 
     def dense12_bytes(self, listed: int) -> int | None:
@@ -201,8 +190,8 @@ class Seen:
 
 def is_worth_it(weight: Tensor | PackedWeight | Masked, file_bytes: int) -> bool:
     """Whether a look takes memory and time in proportion to the file; one at what the file has dense always does."""
-    if not isinstance(weight, (MackoWeight, Masked)):
-        return isinstance(weight, Tensor)  # the rows of other formats cannot be had by themselves
+    if isinstance(weight, Tensor) or (isinstance(weight, PackedWeight) and weight.by_rows() is None):
+        return isinstance(weight, Tensor)  # the rows of some formats cannot be had by themselves
     # Rows can be had by whole ones only, so dense ones of a row block have to fit; with what decoding takes besides.
     least = min(64, weight.rows) * weight.cols * (6 if isinstance(weight, Masked) else 2)
     few = weight.rows * weight.cols <= PANEL + ELEMENTS_A_BYTE * file_bytes
@@ -265,10 +254,10 @@ def matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | Ma
     matrices = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2]
     for name in tqdm([*file.layers, *under_masks, *matrices], delay=1, leave=False):
         if name in file.layers:
-            weight = packed = file.packed(name)
-            if isinstance(packed, Macko8Weight):
-                weight = packed.scaled()
-            elif not isinstance(packed, MackoWeight):  # whose rows can be had by themselves
+            packed = file.packed(name)
+            if (by_rows := packed.by_rows()) is not None:
+                weight = by_rows
+            else:
                 dense_bytes = packed.rows * packed.cols * packed.dtype.itemsize
                 weight = packed.to_dense() if _within(dense_bytes, packed.nbytes) else packed
             yield name, weight, packed.format, packed.nbytes

@@ -19,7 +19,7 @@ from ..choose.patterns import meant_pattern
 from ..choose.times import SLIDE_DTYPES, TIMED, Line, bandwidth_gbps, cache_file, gpu_name, read, write
 from ..nn.find import check_model, find_linears
 from ..nn.linear import SparseLinear, unsupported
-from ..weights import SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideWeight
+from ..weights import FORMATS, SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideWeight
 from .timing import capture, copies, read_gbps, time_calls, time_replays
 
 #: Densities are rounded to this before they are compared.
@@ -142,7 +142,8 @@ def _products(w: Tensor, x: Tensor) -> Iterator[tuple[str, list[partial[Tensor]]
         yield "mv", [partial(torch.mv, held, x[0]) for held in dense]
     del dense
     macko = MackoWeight.from_dense(w)
-    others = [kind for kind in layouts(macko) if kind.format in TIMED]
+    timed = [FORMATS[name] for name in TIMED if name in FORMATS]
+    others = [kind for kind in layouts(macko) if kind in timed]
     kinds: list[type[PackedWeight]] = [MackoWeight, *others, *([EcWeight] if w.is_cuda else [])]
     for kind in kinds:
         try:

@@ -17,20 +17,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from ..choose.auto import DENSE12_SHARE, expected_us, not_dense12, pack, sparse11_gain, sparse11_note, worst_of
+from ..choose.auto import DENSE12_SHARE, choosable, expected_us, not_dense12, pack, sparse11_note, us_of, worst_of
 from ..choose.options import VALUES, Options
 from ..choose.patterns import density_of
 from ..choose.slide import slide_note, slides
-from ..weights import (
-    SLIDE_PATTERNS,
-    Dense12Weight,
-    EcWeight,
-    PackedWeight,
-    SlideWeight,
-    Sparse11Weight,
-    TileWeight,
-    takes_any_weight,
-)
+from ..weights import SLIDE_PATTERNS, Dense12Weight, PackedWeight
 from .find import Filter, FoundLinear, check_model, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported, with_hooks
 from .merge import merge_
@@ -278,10 +269,8 @@ def convert_layer(
         bias = nn.Parameter(bias.detach().to(packed.device), requires_grad=bias.requires_grad)
     sparse = SparseLinear.from_packed(packed, bias, options=options).train(module.training)
     with_hooks(sparse, module)
-    row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us.get(packed.format)
-    if isinstance(packed, Sparse11Weight) and (as_tile := us.get(TileWeight.format)):
-        row.us_after = as_tile / (sparse11_gain(packed.shape, target, options.layout_tokens or 1) or 1)
-    if options.again and not isinstance(packed, SlideWeight):
+    row.format, row.bytes_after, row.us_after = packed.label, packed.nbytes, us_of(packed, us, options)
+    if options.again:
         row.worst = worst_of(dense.shape[0], dense.shape[1], row.density, dense.dtype, target, packed.format)
     return row, sparse
 
@@ -359,9 +348,9 @@ def _why_not(weight: Tensor, layer: str, options: Options, target: torch.device,
 
 def _why_not_worth(dense: Tensor, density: float, us: dict[str, float], options: Options, min_sparsity: float) -> str:
     """Why a weight is not packed, or nothing: of what is known before it is."""
-    if 1 - density < min_sparsity and not takes_any_weight(options.format):
+    if 1 - density < min_sparsity and not options.any_zeros:
         return f"under {min_sparsity:.0%} sparse it would not pay"
-    sparse_us = {name: time for name, time in us.items() if name not in ("dense", EcWeight.format)}  # see choose
+    sparse_us = choosable(us)
     if (
         options.again
         and not options.in_bytes
@@ -382,12 +371,11 @@ def _packed(dense: Tensor, row: LayerReport, options: Options) -> PackedWeight |
     except ValueError as error:  # the format does not hold every weight
         row.reason = str(error)
         return None
-    if packed.nbytes >= row.bytes_before and packed.is_layout and options.again:
+    if packed.nbytes >= row.bytes_before and options.again and not packed.keeps_format:
         packed = packed.to_macko()  # a layout fills up small weights to whole blocks
     row.note = slide_note(dense, packed, options) or sparse11_note(packed, options)
     if packed.nbytes < row.bytes_before:
-        if isinstance(packed, Dense12Weight):
-            row.note = f"{packed.listed / max(1, dense.numel()):.3%} of its weights listed"
+        row.note = packed.note or row.note
         return packed
     row.reason = row.note or f"as {packed.format} it would take {packed.nbytes} bytes, dense {row.bytes_before}"
     return None

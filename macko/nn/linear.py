@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ..choose.auto import pack
+from ..choose.auto import pack, repacked
 from ..choose.options import AUTO, Options
 from ..ops import multiply
-from ..weights import FORMATS, MackoWeight, PackedWeight, slices
+from ..weights import MackoWeight, PackedWeight, slices
 from ..weights.base import with_address
 from ..weights.saved import IN_FILES, dense_in, packed_in, state_of
 
@@ -266,10 +266,9 @@ class SparseLinear(nn.Linear):
         if packed.device.type != "meta" and (reason := wanted.not_on(packed.device)):
             raise ValueError(f"format {reason}, the weight is on {packed.device}")
         options = wanted.again and (self._options or wanted.again)
-        if not (packed.keeps_format if options else packed.format == format):
-            choice = replace(wanted, values=options.values) if options and wanted.may_slide else options or wanted
-            converted = packed.converted(FORMATS[format]) if format in FORMATS else None
-            self._hold(pack(packed.to_pack(), choice) if converted is None else converted)
+        choice = replace(wanted, values=options.values) if options and wanted.may_slide else options or wanted
+        if (again := repacked(packed, choice)) is not packed:
+            self._hold(again)
         self._options = options
         return self
 
@@ -488,9 +487,10 @@ class SparseLinear(nn.Linear):
         )
         if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
             missing_keys.remove(extra)
-        if packed is None:
-            if before.about() is None:  # what the state lacks is what files hold: the dense weight
-                missing_keys[:] = [f"{prefix}weight" if key in own else key for key in missing_keys]
+        if packed is None:  # what the state lacks is what files hold
+            pairs = zip(before.tensor_names, before.names_in_files, strict=True)
+            names = {prefix + name: prefix + in_file for name, in_file in pairs}
+            missing_keys[:] = [names.get(key, key) for key in missing_keys]
         else:
             # The empty weight of a packed folder, and the layout's own tensors, which torch.distributed.checkpoint adds
             expected = {*own, *(prefix + name for name in IN_FILES)}

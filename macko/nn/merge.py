@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..choose.auto import pack
+from ..choose.auto import pack, repacked
 from ..choose.options import Options
 from ..weights import MackoWeight, PackedWeight
 from ..weights.shards import joined
@@ -136,9 +136,8 @@ class MergedLinear(SparseLinear):
 
     def split(self) -> SparseLinear:
         """The layer by itself, in the format of the whole or one chosen anew, with this layer's hooks."""
-        options, packed = self._whole._chosen, self.packed
-        packed = packed if packed.keeps_format else pack(packed.to_pack(), options)
-        layer = SparseLinear.from_packed(packed, options=options).train(self.training)
+        options = self._whole._chosen
+        layer = SparseLinear.from_packed(repacked(self.packed, options), options=options).train(self.training)
         return with_hooks(layer, self)
 
     def reformat_(self, format: str = "auto") -> SparseLinear:

@@ -12,7 +12,7 @@ from .bitmap import BitmapWeight
 from .bytes import ByteWeight, Dense8Weight, Macko8Weight, Sparse8Weight
 from .canonical import MackoWeight
 from .ec import EcWeight
-from .registry import FORMATS, SAVED, format_named, takes_any_weight
+from .registry import FORMATS, SAVED, format_named, packed_in_files, takes_any_weight, with_own_files
 from .saved import saved_as
 from .sell import SellWeight
 from .slab import Dense12Weight, SlabWeight, Sparse11Weight, TileWeight
@@ -44,9 +44,11 @@ __all__ = [
     "TileWeight",
     "codes",
     "format_named",
+    "packed_in_files",
     "saved_as",
     "shards",
     "slices",
     "sparsest_pattern",
     "takes_any_weight",
+    "with_own_files",
 ]

@@ -92,6 +92,10 @@ class PackedWeight:
     of_dense: ClassVar[bool] = False
     #: Made from any weight, zeros or none.
     any_weight: ClassVar[bool] = False
+    #: The format by whose measured times its own are told; "": its own.
+    timed_by: ClassVar[str] = ""
+    #: What its time is multiplied by where the fastest format is chosen; infinite: it is opt-in.
+    handicap: ClassVar[float] = 1.0
     #: Layers that hold it may be merged: rows of several weights are packed together.
     merges: ClassVar[bool] = True
     #: The field that holds the values.
@@ -165,6 +169,11 @@ class PackedWeight:
         """The weight with other tensors or sizes."""
         return type(self)(**(self.tensors() | self.sizes() | fields))
 
+    @classmethod
+    def runs(cls, device: torch.device, dtype: torch.dtype, cols: int = 0) -> bool:
+        """Whether there are kernels on this device for weights of this dtype with so many columns."""
+        return device.type in cls.device_types and dtype in cls.dtypes
+
     def empty_like(self, device: torch.device | str) -> Self:
         """A weight of the same sizes, without content."""
         return self.replace(**{name: torch.empty_like(t, device=device) for name, t in self.tensors().items()})
@@ -172,6 +181,10 @@ class PackedWeight:
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight."""
         return torch.ops.macko.dense(*self.packed)
+
+    def unrounded(self) -> Tensor:
+        """The weight that a GPU of compute capability 9.0 multiplies; of values in 8 bits before they are rounded."""
+        return self.to_dense()
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols], as torch.nn.functional.linear; differentiable in x and bias.
@@ -359,6 +372,15 @@ class PackedWeight:
         """What files hold in place of this format; nothing where they hold itself."""
         return "the canonical format" if cls.is_layout else ""
 
+    @property
+    def names_in_files(self) -> tuple[str, ...]:
+        """What a state that lacks the weight lacks: its tensors, or the dense weight."""
+        return self.tensor_names
+
+    def by_rows(self) -> MackoWeight | Tensor | None:
+        """The weight to look at some rows at a time, in few bytes beside its own; None where it has to be unpacked."""
+        return None
+
     def empty_weight(self) -> Tensor:
         """NAME.weight [0, cols], which lies beside the packed tensors of a layer NAME wherever they are saved.
 
@@ -449,6 +471,16 @@ class PackedWeight:
     def shape(self) -> torch.Size:
         """[rows, cols] of the dense weight."""
         return torch.Size((self.rows, self.cols))
+
+    @property
+    def timed_as(self) -> str:
+        """The format of the measured times that say how long its products take."""
+        return self.timed_by or self.format
+
+    @property
+    def pattern(self) -> str:
+        """The pattern that its kernel is for, as "6:8", if any."""
+        return ""
 
     @property
     def label(self) -> str:

@@ -293,8 +293,11 @@ class Macko8Weight(PackedWeight):
     def _numbers(self) -> Tensor:
         return self.values.view(codes.TYPES[self.kind])
 
+    def by_rows(self) -> MackoWeight | Tensor:
+        return self.scaled()
+
     def scaled(self) -> MackoWeight | Tensor:
-        """The weight to look at, canonical or dense as its codes are, in few bytes beside its own.
+        """The weight to look at, canonical or dense as its codes are.
 
         A code whose product with its scale rounds to zero is an entry still, which no canonical weight has.
         """

@@ -81,6 +81,9 @@ class MackoWeight(PackedWeight):
     def to_macko(self) -> MackoWeight:
         return self
 
+    def by_rows(self) -> MackoWeight:
+        return self
+
     @property
     def keeps_format(self) -> bool:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -24,6 +25,8 @@ class EcWeight(PackedWeight):
     format: ClassVar[str] = "ec"
     of_dense: ClassVar[bool] = True
     merges: ClassVar[bool] = False
+    #: Files hold it as it is, so it would stay where it is no faster.
+    handicap: ClassVar[float] = math.inf
     values_name: ClassVar[str] = "block_values"
     faults: ClassVar[Mapping[int, str]] = {
         1: "sets[{place}] is no possible set, or not as long as its arrays",

@@ -44,6 +44,16 @@ def takes_any_weight(format: str) -> bool:
     return format in FORMATS and FORMATS[format].any_weight
 
 
+def packed_in_files() -> list[str]:
+    """Names of the formats whose weights files hold packed, in whatever format."""
+    return [name for name, kind in FORMATS.items() if not kind.saved_dense]
+
+
+def with_own_files() -> list[str]:
+    """Of these those that are no layouts, beside the canonical one: their values or their order are their own."""
+    return [name for name in packed_in_files() if name != "macko" and not FORMATS[name].is_layout]
+
+
 def _fake(op: str, number: int, like: Tensor, rows: Any, cols: Any, options: Any) -> tuple[list[Tensor], Tensor]:
     """What op gives of the format of this number, without content."""
     kind = next(kind for kind in FORMATS.values() if kind.number == number)

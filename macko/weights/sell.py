@@ -13,6 +13,9 @@ from typing_extensions import Self
 from .base import PackedWeight, Shape, any_size
 from .canonical import MackoWeight
 
+#: Shared memory that the kernel wants besides x, in bytes: its stages, partial sums, zeros after x.
+_SHARED_BYTES = 64 * 1024
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SellWeight(PackedWeight):
@@ -32,6 +35,9 @@ class SellWeight(PackedWeight):
     format: ClassVar[str] = "sell"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
+    #: It is taken up to 1.05 times the least time: only its products can have norms and gates in them (macko.fuse),
+    #: which saves launches of a microsecond or two.
+    handicap: ClassVar[float] = 1 / 1.05
     values_name: ClassVar[str] = "data"
     overlaps: ClassVar[bool] = True
     makes_norm: ClassVar[bool] = True
@@ -65,6 +71,14 @@ class SellWeight(PackedWeight):
                 does not fit this GPU's shared memory.
         """
         return cls._laid_out(weight, gap_bits, warps, blocks)
+
+    @classmethod
+    def runs(cls, device: torch.device, dtype: torch.dtype, cols: int = 0) -> bool:
+        """Also whether its kernel has room for x in shared memory, and its base columns of 16 bits reach."""
+        if not super().runs(device, dtype):
+            return False
+        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        return cols < 2**16 and 2 * cols + _SHARED_BYTES <= shared
 
     @classmethod
     def from_dense(cls, w: Tensor, delta_bits: int = 4, gap_bits: int = 0) -> Self:

@@ -165,6 +165,10 @@ class Dense12Weight(SlabWeight):
     def instead_in_files(cls) -> str:
         return "the dense weight"
 
+    @property
+    def names_in_files(self) -> tuple[str, ...]:
+        return ("weight",)
+
     def rows_anew(self, start: int, stop: int) -> PackedWeight:
         return self.replace(rows=stop - start) if self.device.type == "meta" else super().rows_anew(start, stop)
 
@@ -203,6 +207,7 @@ class Sparse11Weight(SlabWeight):
     format: ClassVar[str] = "sparse11"
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
+    timed_by: ClassVar[str] = "tile"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     counted: ClassVar[tuple[str, ...]] = ("entries", "listed")
     limits: ClassVar[Mapping[str, Sequence[int]]] = {

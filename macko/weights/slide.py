@@ -54,8 +54,8 @@ class SlideWeight(PackedWeight):
     sparse_from: int = 0
     sparse_to: int = 0
 
-    @staticmethod
-    def runs(device: torch.device, dtype: torch.dtype) -> bool:
+    @classmethod
+    def runs(cls, device: torch.device, dtype: torch.dtype, cols: int = 0) -> bool:
         """Whether there is a kernel that keeps weights of this dtype as they are: on the CPU and from sm_80 on.
 
         Not where float8 products are made of half-precision ones: before sm_89, and on sm_100 to 110.
@@ -117,10 +117,13 @@ class SlideWeight(PackedWeight):
         return codes if self.element >= 2 else (codes.float() * self.scale[:, None]).to(self.dtype)
 
     @property
+    def pattern(self) -> str:
+        return f"{2 * self.n - 2}:{2 * self.n}" if self.n else ""
+
+    @property
     def label(self) -> str:
         """As "slide 6:8 int8"; where both are held "slide 6:8 int8, dense under 8 and over 64 tokens"."""
-        pattern = f"{2 * self.n - 2}:{2 * self.n}" if self.n else "dense"
-        text = f"slide {pattern} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
+        text = f"slide {self.pattern or 'dense'} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
         if not self.sparse_to:
             return text
         ends = [f"under {self.sparse_from}"] if self.sparse_from > 1 else []

@@ -26,7 +26,8 @@ ALONE = (
 #: Of CPython's limited API of 3.10, what csrc/torch/module.c uses. Look up in its documentation what you add.
 PYTHON_SYMBOLS = {
     *("PyModule_Create2", "PyModule_AddStringConstant", "PyUnicode_AsUTF8AndSize", "PyUnicode_FromString"),
-    *("PyErr_SetString", "PyExc_ValueError"),
+    *("PyErr_SetString", "PyErr_Format", "PyErr_Occurred", "PyExc_ValueError", "PyExc_ImportError"),
+    *("PyModule_AddObjectRef", "PyDict_New", "PyDict_SetItemString", "PyLong_FromLong", "_Py_Dealloc"),
 }
 
 

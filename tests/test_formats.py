@@ -16,6 +16,7 @@ from macko.choose.auto import pack
 from macko.choose.options import CHOICES, Options
 from macko.files import Checkpoint, as_extra_state
 from macko.weights import (
+    SAVED,
     BitmapWeight,
     ByteWeight,
     Dense12Weight,
@@ -61,10 +62,12 @@ def test_numbers_are_those_of_the_library() -> None:
         torch.ops.macko.dense([torch.empty(0)], [len(FORMATS), 0, 0])
 
 
-@pytest.mark.parametrize("taken", [{"format": "tile", "number": 99}, {"format": "other", "number": 3}])
-def test_a_name_or_number_that_is_taken_is_refused(taken: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="Other: TileWeight is tile, number 3"):
-        type("Other", (PackedWeight,), {**taken, "__module__": __name__})
+@pytest.mark.parametrize("name", ["tile", "macko8"])
+def test_a_name_that_is_taken_is_refused(name: str) -> None:
+    taken = {**FORMATS, **SAVED}
+    with pytest.raises(TypeError, match=f"Other: the format {name} is {taken[name].__name__}"):
+        type("Other", (PackedWeight,), {"format": name, "__module__": __name__})
+    assert taken == {**FORMATS, **SAVED}
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 /*
  * How to multiply many tokens: which shape of block, and which output tiles are split (schedule.h). Pure functions of
- * sizes, without CUDA; tests/test_tile.py calls them on the host.
+ * sizes, without CUDA; tests/kernels/test_tile.py calls them on the host.
  */
 #ifndef MACKO_SLAB_MANY_PLAN_H
 #define MACKO_SLAB_MANY_PLAN_H

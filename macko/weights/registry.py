@@ -22,11 +22,10 @@ SAVED: dict[str, type[PackedWeight]] = {}
 
 
 def register(kind: type[PackedWeight]) -> None:
-    """Makes a format known by its name and number. TypeError where another class has one of them."""
-    for other in (*FORMATS.values(), *SAVED.values()):
-        same = other.format == kind.format or other.number == kind.number >= 0
-        if same and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
-            raise TypeError(f"{kind.__qualname__}: {other.__qualname__} is {other.format}, number {other.number}")
+    """Makes a format known by its name. TypeError where another class has it."""
+    other = FORMATS.get(kind.format) or SAVED.get(kind.format) or kind
+    if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise TypeError(f"{kind.__qualname__}: the format {kind.format} is {other.__qualname__}")
     (FORMATS if kind.number >= 0 else SAVED)[kind.format] = kind
     for name in sorted(FORMATS, key=lambda name: FORMATS[name].number):
         FORMATS[name] = FORMATS.pop(name)

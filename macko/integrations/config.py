@@ -11,6 +11,7 @@ from ..files import VERSION, check_about
 from ..nn.convert import MIN_SPARSITY, check_min_sparsity
 from ..nn.find import IGNORED
 from ..weights import codes
+from ..weights.formats import takes_any_weight
 
 
 class Settings:
@@ -52,6 +53,13 @@ class Settings:
     def options(self) -> Options:
         """What weights are packed by that the files hold dense."""
         return Options(self.format, self.tokens, values=self.values)
+
+    @property
+    def layout_options(self) -> Options:
+        """What layouts are chosen by of weights that the files hold packed: 8 bits, or 12, are not made of these."""
+        if takes_any_weight(self.format) or self.values in codes.KINDS:
+            return Options(tokens=self.tokens)
+        return self.options
 
     @staticmethod
     def known(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,13 +32,11 @@ typedef enum macko_layout_id { MACKO_LAYOUTS(MACKO_LAYOUT_ID) MACKO_NUM_LAYOUTS 
 #undef MACKO_LAYOUT_ID
 
 typedef enum macko_path {
-    MACKO_PATH_SPMV,        /* from packed bytes, for one token (bitmap: a few): FMAs, memory bound */
-    MACKO_PATH_SPMM,        /* the same for several */
-    MACKO_PATH_FEW,         /* tile and its codecs: tensor cores, memory bound */
-    MACKO_PATH_MANY,        /* tile and its codecs: tensor cores, compute bound */
-    MACKO_PATH_SPARSE,      /* slide: the packed weight */
-    MACKO_PATH_DENSE_TILES, /* slide: the dense one beside it */
-    MACKO_PATH_DENSE_ROWS,  /* unpacked, then the library's product */
+    MACKO_PATH_SPMV,       /* from packed bytes, for one token (bitmap: a few): FMAs, memory bound */
+    MACKO_PATH_SPMM,       /* the same for several */
+    MACKO_PATH_FEW,        /* tile and its codecs: tensor cores, memory bound */
+    MACKO_PATH_MANY,       /* tile and its codecs: tensor cores, compute bound */
+    MACKO_PATH_DENSE_ROWS, /* unpacked, then the library's product */
 } macko_path;
 
 /* What the choice depends on; what a layout does not look at is 0. */
@@ -46,9 +44,7 @@ typedef struct macko_path_weight {
     macko_layout_id layout;
     macko_dtype dtype;
     int64_t rows, cols;
-    int64_t held; /* canonical: entries, with padding. sell: bytes of its slots. tile: of its largest slab */
-    /* slide: tokens for which the packed weight is the faster one; 0, 0: there is one only */
-    int64_t sparse_from, sparse_to;
+    int64_t held;  /* canonical: entries, with padding. sell: bytes of its slots. tile: of its largest slab */
     bool in_parts; /* tile and its codecs: the result's rows go to several matrices */
 } macko_path_weight;
 typedef struct macko_path_device {
@@ -125,9 +121,6 @@ static inline macko_path macko_path_of(macko_path_weight w, int64_t tokens, mack
         if (!d.has_wgmma || !w.cols || tokens > (d.has_limit ? d.limit : INT32_MAX)) return MACKO_PATH_DENSE_ROWS;
         return tokens <= macko_few_tokens(w) || !w.rows ? MACKO_PATH_FEW : MACKO_PATH_MANY;
     case MACKO_LAYOUT_EC: return tokens == 1 ? MACKO_PATH_SPMV : MACKO_PATH_DENSE_ROWS;
-    case MACKO_LAYOUT_SLIDE:
-        return w.sparse_to && (tokens < w.sparse_from || tokens > w.sparse_to) ? MACKO_PATH_DENSE_TILES
-                                                                               : MACKO_PATH_SPARSE;
     default: return MACKO_PATH_DENSE_ROWS; /* a layout that has one way only need not ask */
     }
 }

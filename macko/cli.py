@@ -296,9 +296,9 @@ def convert(options: argparse.Namespace) -> None:
 
     ignore = _ignored(options.ignore)
     values = options.values or "exact"
-    known = [*CHOICES, *(name for name, kind in FORMATS.items() if not kind.saved_dense)]
-    if options.format.partition(" ")[0] not in (*known, *FORMATS):  # a pattern may follow
-        raise ValueError(f"--format is {options.format!r}, expected one of {', '.join(known)}")
+    formats = [*CHOICES, *(name for name, kind in FORMATS.items() if not kind.saved_dense)]
+    if options.format.partition(" ")[0] not in (*formats, *FORMATS):  # a pattern may follow
+        raise ValueError(f"--format is {options.format!r}, expected one of {', '.join(formats)}")
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity, values=values)
     if options.format in FORMATS and FORMATS[options.format].saved_dense:
         raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
@@ -421,7 +421,7 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
     config = _config(transformers, source)
     text = _text(options.data, "--data") if options.data else _reference()
     tokenizer = _tokenizer(transformers, source, options, against)
-    append(options.json, [])  # or it would be found out behind all the work
+    append(options.json, [])  # or it would be found out after all the work
     model = _model(transformers, source).to(device)
     dense = None if against is None else _model(transformers, against).to(device)
     found: dict[str, Any] = {"model": options.source, "against": options.against, "data": options.data or "pydoc"}
@@ -483,8 +483,8 @@ def _model(transformers: Any, folder: Path) -> Any:
 
     check_not_masked(folder)
     with readable(folder):
-        named = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
-        kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
+        name = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
+        kind = getattr(transformers, name, transformers.AutoModelForCausalLM)
         try:
             model, loaded = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
         except NameError as error:  # of a quantiser whose package is not installed
@@ -531,7 +531,7 @@ def _device(asked: str | None) -> str:
 def _save(model: Any, report: Report, options: argparse.Namespace, source: Path, folder: Path) -> None:
     """Prints the report and writes the model, and what lies beside it; ValueError where it is as it was."""
     if not sys.stderr.isatty():
-        print(file=sys.stderr, flush=True)  # in a log the table would begin behind a bar, on its line
+        print(file=sys.stderr, flush=True)  # in a log the table would begin after a bar, on its line
     print(report)
     if not report.changed:
         reasons = Counter(layer.reason for layer in report)

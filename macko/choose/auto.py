@@ -181,11 +181,11 @@ def expected_us(
     """
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and dtype.itemsize != 2):
         return {}
-    known = times_of(device).at(tokens or 1)
-    us = known.us(rows, cols, density, dtype, tokens or 1)
+    table = times_of(device).at(tokens or 1)
+    us = table.us(rows, cols, density, dtype, tokens or 1)
     if device.type == "cuda" and not _sell_runs(cols, device):
         us.pop(SellWeight.format, None)
-    if device.type == "cuda" and not known.measured and not runs_wgmma(device):
+    if device.type == "cuda" and not table.measured and not runs_wgmma(device):
         us.pop(TileWeight.format, None)  # the lines of another GPU are of another kernel
     return us
 
@@ -247,6 +247,6 @@ def runs_wgmma(device: torch.device) -> bool:
 
 
 def _sell_runs(cols: int, device: torch.device) -> bool:
-    """Whether sell's kernel has room for x in shared memory, and its base columns of 16 bits reach."""
+    """Whether x fits in shared memory beside what sell's kernel takes, and its base columns of 16 bits reach."""
     shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     return cols < 2**16 and 2 * cols + SELL_SHARED_BYTES <= shared

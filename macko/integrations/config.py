@@ -62,7 +62,7 @@ class Settings:
         return self.options
 
     @staticmethod
-    def known(about: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(about: Mapping[str, Any]) -> dict[str, Any]:
         """Of what config.json says the arguments of this, without what others, or a later macko, have noted there."""
         return {name: about[name] for name in inspect.signature(Settings).parameters if name in about}
 

@@ -84,7 +84,7 @@ class MackoConfig(Settings, QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> MackoConfig:
-        return cls(**cls.known(config))
+        return cls(**cls.arguments(config))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         asked = getattr(hf_config, "macko", None) or {}

@@ -80,11 +80,11 @@ def test_the_environment_is_read() -> None:
 
 # Which kernel multiplies.
 
-PATHS = ("spmv", "spmm", "few", "many", "sparse", "dense tiles", "dense rows")
+PATHS = ("spmv", "spmm", "few", "many", "dense rows")
 ROOM = """
 #include "path.h"
 int path(int layout, int dtype, const int64_t *w, int64_t tokens, const int *device, int64_t limit) {
-    const macko_path_weight weight = {(macko_layout_id)layout, (macko_dtype)dtype, w[0], w[1], w[2], w[3], w[4], w[5]};
+    const macko_path_weight weight = {(macko_layout_id)layout, (macko_dtype)dtype, w[0], w[1], w[2], w[3]};
     const macko_path_device on = {device[0], device[1], device[2], limit >= 0, limit};
     return macko_path_of(weight, tokens, on);
 }
@@ -116,11 +116,10 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
         cols: int = 4096,
         held: int = 0,
         dtype: int = F16,
-        sparse: tuple[int, int] = (0, 0),
         limit: int = -1,
         in_parts: bool = False,
     ) -> Paths:
-        weight = (ctypes.c_int64 * 6)(rows, cols, held, *sparse, in_parts)
+        weight = (ctypes.c_int64 * 4)(rows, cols, held, in_parts)
         on = (ctypes.c_int * 3)(*device)
         found: Paths = {}
         for tokens in (*range(1100), 10**6, END - 1, END):
@@ -208,8 +207,5 @@ def test_dense12_has_them_with_wgmma_alone(room: Room) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=DEVICES.get)
-def test_ec_and_slide_are_alike_everywhere(room: Room, device: tuple[int, int, int]) -> None:
+def test_ec_is_alike_everywhere(room: Room, device: tuple[int, int, int]) -> None:
     assert room("ec", device) == {0: "dense rows", 1: "spmv", 2: "dense rows"}
-    assert room("slide", device) == {0: "sparse"}
-    assert room("slide", device, sparse=(16, 1000)) == {0: "dense tiles", 16: "sparse", 1001: "dense tiles"}
-    assert room("slide", device, sparse=(0, 4)) == {0: "sparse", 5: "dense tiles"}

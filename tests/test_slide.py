@@ -600,6 +600,7 @@ def test_dtype_and_pattern_are_values_and_a_part_of_format_now() -> None:
         assert old == macko.sparsify_(packed[1], format=f"{format} 6:8", values="int8")
         assert old[0].format == "slide 6:8 int8"
         assert_same_bits(packed[0][0].packed.tiles, packed[1][0].packed.tiles)
+        assert packed[0][0].reformat_("slide 6:8").packed.label == "slide 6:8 int8"  # is held so already
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     for dtype in ({"format": "auto"}, {"format": "slide", "values": "fp8"}):
         with pytest.raises(ValueError, match='dtype is of formats "slide" and "mixed", without values'):

@@ -305,7 +305,7 @@ class SparseLinear(nn.Linear):
         if packed.device.type != "meta" and (reason := wanted.not_on(packed.device)):
             raise ValueError(f"format {reason}, the weight is on {packed.device}")
         options = wanted.again and (self._options or wanted.again)
-        if not (keeps_format(packed) if options else packed.format == format):
+        if not (keeps_format(packed) if options else packed.format == wanted.format):
             dense, kind = packed.saved_dense or takes_any_weight(format), FORMATS.get(format)
             if isinstance(packed, ByteWeight) and kind and issubclass(kind, ByteWeight):  # nothing is rounded again
                 packed = kind.from_codes(packed.codes(), packed.scales, packed.dtype)

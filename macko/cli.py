@@ -417,7 +417,7 @@ def eval(options: argparse.Namespace) -> None:  # the command's name
     config = _config(transformers, source)
     text = _text(options.data, "--data") if options.data else _reference()
     tokenizer = _tokenizer(transformers, source, options, against)
-    append(options.json, [])  # or it would be found out behind all the work
+    append(options.json, [])  # or it would be found out after all the work
     model = _model(transformers, source).to(device)
     dense = None if against is None else _model(transformers, against).to(device)
     found: dict[str, Any] = {"model": options.source, "against": options.against, "data": options.data or "pydoc"}
@@ -479,8 +479,8 @@ def _model(transformers: Any, folder: Path) -> Any:
 
     check_not_masked(folder)
     with readable(folder):
-        named = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
-        kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
+        name = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
+        kind = getattr(transformers, name, transformers.AutoModelForCausalLM)
         try:
             model, loaded = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
         except NameError as error:  # of a quantiser whose package is not installed
@@ -527,7 +527,7 @@ def _device(asked: str | None) -> str:
 def _save(model: Any, report: Report, options: argparse.Namespace, source: Path, folder: Path) -> None:
     """Prints the report and writes the model, and what lies beside it; ValueError where it is as it was."""
     if not sys.stderr.isatty():
-        print(file=sys.stderr, flush=True)  # in a log the table would begin behind a bar, on its line
+        print(file=sys.stderr, flush=True)  # in a log the table would begin after a bar, on its line
     print(report)
     if not report.changed:
         reasons = Counter(layer.reason for layer in report)

@@ -318,9 +318,6 @@ def slide_linear(
     n: int,
     dtype: torch.dtype,
     bias: Tensor | None = None,
-    dense: Tensor | None = None,
-    sparse_from: int = 0,
-    sparse_to: int = 0,
 ) -> Tensor:
     """x W^T + bias with the packed W: quantise and lift, then one GEMM; differentiable in x and bias.
 
@@ -328,14 +325,11 @@ def slide_linear(
         x: [..., cols], float16 or bfloat16 (float32 too on the CPU); of dtype where that has 16 bits.
         packed, scale, cols, n, dtype: the packed weight.
         bias: [rows] of x's dtype, or None.
-        dense: the same weight packed with n = 0, which runs for fewer than sparse_from or more than sparse_to tokens.
 
     Returns:
         [..., rows] of x's dtype. The gradient in x is that of the dequantised weight.
     """
-    (tiles, scale, held), header = _slide(packed, scale, cols, n, dtype)
-    tensors, header = [tiles, scale, held if dense is None else dense], [*header[:-2], sparse_from, sparse_to]
-    return multiply(x, tensors, header, bias)
+    return multiply(x, *_slide(packed, scale, cols, n, dtype), bias)
 
 
 def slide_depth(cols: Any, n: int) -> Any:

@@ -35,7 +35,7 @@ def test_values_of_a_saved_folder_reach_an_engine(values: str, tmp_path: Path) -
         tmp_path / "dense", dtype=torch.bfloat16, quantization_config=config
     ).save_pretrained(tmp_path / "packed")
     about = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
-    settings = Settings(**Settings.known({**about, "of_a_later_macko": 1}))
+    settings = Settings(**Settings.arguments({**about, "of_a_later_macko": 1}))
     assert settings.options == Options(values=values)
     assert settings.layers.keys() == {n for n, m in model.named_modules() if type(m) is nn.Linear} - {"lm_head"}
 
@@ -43,7 +43,7 @@ def test_values_of_a_saved_folder_reach_an_engine(values: str, tmp_path: Path) -
 def test_no_option_is_dropped_on_the_way() -> None:
     asked: Any = {"format": "mixed", "ignore": ["a", "b"], "min_sparsity": 0.1, "values": "raw"}
     written = macko.MackoConfig(layers=LAYERS, **asked).to_dict()
-    settings = Settings(**Settings.known(written))
+    settings = Settings(**Settings.arguments(written))
     assert {name: getattr(settings, name) for name in written} == written
     assert inspect.signature(Settings).parameters.keys() == written.keys() - {"quant_method"}
     again = settings.overridden({}, "hf_overrides")

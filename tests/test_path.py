@@ -80,14 +80,14 @@ def test_the_environment_is_read() -> None:
 
 # Which kernel multiplies.
 
-PATHS = ("spmv", "spmm", "few", "many", "sparse", "dense tiles", "dense rows")
+PATHS = ("spmv", "spmm", "few", "many", "dense rows")
 ROOM = """
 #include "codecs/dense12/dense12.h"
 #include "codecs/tile/tile.h"
 #include "torch/path.h"
 typedef struct weight {
     int dtype, in_parts;
-    int64_t rows, cols, bytes, sparse_from, sparse_to;
+    int64_t rows, cols, bytes;
 } weight;
 /* LAYOUTS' numbers; what a codec says of itself is in its ops.cpp. */
 int path(int layout, const weight *w, int64_t tokens, const int *device, int64_t limit) {
@@ -100,7 +100,6 @@ int path(int layout, const weight *w, int64_t tokens, const int *device, int64_t
     case 1: return macko_bitmap_path(w->cols, tokens, on);
     case 2: return macko_sell_path(w->rows, w->cols, w->bytes, tokens, on);
     case 4: return macko_ec_path(tokens);
-    case 5: return macko_slide_path(w->sparse_from, w->sparse_to, tokens);
     default: return macko_slab_path(w->rows, w->cols, few, is_tile ? MACKO_TILE_MMA_TOKENS : 0, tokens, on);
     }
 }
@@ -114,7 +113,7 @@ class Weight(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("dtype", "in_parts")),
-        *((name, ctypes.c_int64) for name in ("rows", "cols", "bytes", "sparse_from", "sparse_to")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "bytes")),
     )
 
 
@@ -143,11 +142,10 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
         cols: int = 4096,
         held: int = 0,
         dtype: int = F16,
-        sparse: tuple[int, int] = (0, 0),
         limit: int = -1,
         in_parts: bool = False,
     ) -> Paths:
-        weight = Weight(dtype, in_parts, rows, cols, held, *sparse)
+        weight = Weight(dtype, in_parts, rows, cols, held)
         on = (ctypes.c_int * 3)(*device)
         found: Paths = {}
         for tokens in (*range(1100), 10**6, END - 1, END):
@@ -234,8 +232,5 @@ def test_dense12_has_them_with_wgmma_alone(room: Room) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=DEVICES.get)
-def test_ec_and_slide_are_alike_everywhere(room: Room, device: tuple[int, int, int]) -> None:
+def test_ec_is_alike_everywhere(room: Room, device: tuple[int, int, int]) -> None:
     assert room("ec", device) == {0: "dense rows", 1: "spmv", 2: "dense rows"}
-    assert room("slide", device) == {0: "sparse"}
-    assert room("slide", device, sparse=(16, 1000)) == {0: "dense tiles", 16: "sparse", 1001: "dense tiles"}
-    assert room("slide", device, sparse=(0, 4)) == {0: "sparse", 5: "dense tiles"}

@@ -1,14 +1,16 @@
 """The slide format: bytes, every mask, quantising, products exact in integers, what is refused."""
 
-import dataclasses
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import macko
@@ -533,6 +535,29 @@ def test_hostile_bytes_are_named_and_harmless() -> None:
             SlideWeight(**{**packed.tensors(), **packed.sizes(), **changes}).validate()
 
 
+def test_a_file_with_two_weights_in_one_is_refused_by_name(tmp_path: Path) -> None:
+    """As keep_dense=True once made them; those of one weight have the same names, and load."""
+    model = torch.nn.Sequential(
+        SparseLinear.from_packed(SlideWeight.from_dense(weight(72, 130, 4, torch.float16), 4, 0))
+    )
+    macko.save_model(model, tmp_path / "model.safetensors")
+    tensors, about = load_file(tmp_path / "model.safetensors"), described_in(tmp_path / "model.safetensors")
+    assert tensors["0.dense_tiles"].shape == (0, 0, 0)
+    assert about["layers"]["0"] == {**about["layers"]["0"], "sparse_from": 0, "sparse_to": 0}
+    macko.load_model(torch.nn.Sequential(torch.nn.Linear(130, 72, bias=False)).half(), tmp_path / "model.safetensors")
+    about["layers"]["0"]["sparse_to"] = 64
+    save_file(tensors, tmp_path / "both.safetensors", metadata={"macko": json.dumps(about)})
+    with pytest.raises(ValueError, match=r"layers\['0'\]: sparse_to is 64, expected 0"):
+        macko.load_model(
+            torch.nn.Sequential(torch.nn.Linear(130, 72, bias=False)).half(), tmp_path / "both.safetensors"
+        )
+
+
+def described_in(file: Path) -> Any:
+    with safe_open(file, "pt") as opened:
+        return json.loads(opened.metadata()["macko"])
+
+
 def test_sparsify_with_a_pattern() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in ((256, 192), (192, 128), (128, 128)))).half()
     with torch.no_grad():
@@ -591,6 +616,7 @@ def test_dtype_and_pattern_are_values_and_a_part_of_format_now() -> None:
         assert old == macko.sparsify_(packed[1], format=f"{format} 6:8", values="int8")
         assert old[0].format == "slide 6:8 int8"
         assert_same_bits(packed[0][0].packed.tiles, packed[1][0].packed.tiles)
+        assert packed[0][0].reformat_("slide 6:8").packed.label == "slide 6:8 int8"  # is held so already
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     for dtype in ({"format": "auto"}, {"format": "slide", "values": "fp8"}):
         with pytest.raises(ValueError, match='dtype is of formats "slide" and "mixed", without values'):
@@ -620,31 +646,6 @@ def test_choice_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.times("GPU").slide_gain(INT8, 4, (5000, 120), 9000) == 1.5
     assert times.times("GPU").slide_gain(INT8, 3, small, 1) is None
     assert times.times("other").slide_gain(INT8, 4, small, 1) is None
-
-
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("element", range(4))
-def test_sparse_and_dense_side_by_side(element: int, device: str) -> None:
-    dtype = source_of(SLIDE_ELEMENTS[element])
-    w = weight(72, 130, 4, dtype).to(device)
-    both = SlideWeight.from_dense(w, 4, element, sparse_from=4, sparse_to=20)
-    both.validate()
-    sparse, dense = SlideWeight.from_dense(w, 4, element), SlideWeight.from_dense(w, 0, element)
-    assert both.label == sparse.label + ", dense under 4 and over 20 tokens"
-    assert both.nbytes == sparse.nbytes + dense.tiles.numel()
-    for tokens in (0, 1, 3, 4, 20, 21, 70):
-        x = torch.randn(tokens, 130, device=device).to(dtype)
-        assert_same_bits(both.linear(x), (sparse if 4 <= tokens <= 20 else dense).linear(x))
-    broken = both.dense_tiles.clone()
-    broken[1, 0, 0] ^= 0x5A
-    with pytest.raises(ValueError, match="dense_tiles is not the same weight"):
-        dataclasses.replace(both, dense_tiles=broken).validate()
-    if element < 2:
-        assert both.to(dtype=torch.float16).sparse_to == 20
-    layer = SparseLinear.from_packed(both)
-    again = SparseLinear(130, 72, dtype=dtype, device=device)
-    again.load_state_dict({**layer.state_dict(), "bias": torch.zeros(72, dtype=dtype)})
-    assert again.packed.label == both.label
 
 
 def test_the_faster_kernel_at_these_tokens_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -23,7 +22,7 @@ import pytest
 import torch
 
 import macko
-from macko.weights import MackoWeight, Sparse8Weight
+from macko.weights import MackoWeight
 from tests.common import assert_same_bits, random_weight
 
 pytestmark = [
@@ -391,23 +390,6 @@ def test_values_can_be_asked_for_and_go_with_a_format() -> None:
         asked(config_of({}), values="fp4")
 
 
-def test_exact_layers_of_a_folder_with_8_bits_stay_exact() -> None:
-    """As in transformers: 8 bits are not made of what the files hold exactly; raw is what it is."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    w = random_weight(64, 64, 0.5, torch.bfloat16)
-    for values in ("fp8", "int8", "raw"):
-        with set_current_vllm_config(VllmConfig()):
-            from macko.integrations.vllm import Packed
-
-            config = config_of({"a.o_proj": ABOUT}, values=values)
-            method = Packed(config, "a.o_proj", SimpleNamespace(), [ABOUT])  # type: ignore[arg-type]
-        method.rows, method.cols, method.dtype = [64], 64, torch.bfloat16
-        method.pieces = {None: MackoWeight.from_dense(w).tensors()}
-        packed = method._stack(SimpleNamespace(tp_rank=0, tp_size=1), torch.device("cpu"))
-        assert_same_bits(packed.to_dense(), w)
-
-
 def test_packed_experts_are_refused_by_name() -> None:
     experts: Any = torch.nn.Module()
     experts.moe_config = None
@@ -423,48 +405,6 @@ def test_options_that_nobody_knows_are_refused() -> None:
         config_of({}, format="tiel")
     with pytest.raises(ValueError, match="min_sparsity is 2"):
         config_of({}, min_sparsity=2)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_each_rank_has_its_part_of_a_stack_and_ranks_share_heads(ranks: int) -> None:
-    from macko.integrations.vllm import Packed
-
-    sizes, head = [64, 16, 16], 8  # 8 heads, 2 of k and v: 4 ranks share them
-    whole = random_weight(sum(sizes), 48, 0.5, torch.float16)
-    q, k, v = whole.split(sizes)
-    replicas = max(1, ranks // 2)
-    for rank in range(ranks):
-        method = Packed.__new__(Packed)
-        method.rows, method.cols, method.dtype = [64 // ranks, *[16 * replicas // ranks] * 2], 48, whole.dtype
-        layer = SimpleNamespace(tp_rank=rank, tp_size=ranks, num_kv_head_replicas=replicas)
-        wanted = [q.chunk(ranks)[rank], *(t.split(16 * replicas // ranks)[rank // replicas] for t in (k, v))]
-        assert wanted[1].shape[0] % head == 0
-        whole_one = method._cut(layer, MackoWeight.from_dense(whole), method._places(None))
-        in_three = [
-            method._cut(layer, MackoWeight.from_dense(part.contiguous()), method._places(name))[0]
-            for name, part in zip("qkv", (q, k, v), strict=True)
-        ]
-        for cut in (whole_one, in_three):
-            assert_same_bits(torch.cat([part.to_dense() for part in cut]), torch.cat(wanted))
-        with pytest.raises(ValueError, match="the checkpoint has 65 rows, vLLM wants"):
-            method._cut(layer, MackoWeight.from_dense(random_weight(65, 48, 0.5, torch.float16)), [0])
-        with pytest.raises(ValueError, match="the checkpoint has 47 columns, vLLM wants 48 for each of"):
-            method._cut(layer, MackoWeight.from_dense(whole[:, :47].contiguous()), [0, 1, 2])
-
-
-def test_what_files_hold_in_8_bits_is_unpacked_once_its_shape_is_known() -> None:
-    from macko.integrations.vllm import Packed
-
-    method = Packed.__new__(Packed)
-    method.rows, method.cols, method.dtype = [64], 48, torch.bfloat16
-    layer = SimpleNamespace(tp_rank=0, tp_size=1)
-    saved = Sparse8Weight.from_dense(random_weight(64, 48, 0.5, torch.bfloat16)).to_saved()
-    (part,) = method._cut(layer, saved, [0])
-    assert part.format == "sparse8"
-    large: Any = dataclasses.replace(saved, cols=2**31 - 1)  # type: ignore[type-var]
-    large.validate()  # nothing in it is wrong
-    with pytest.raises(ValueError, match="the checkpoint has 2147483647 columns, vLLM wants 48 for each of 1"):
-        method._cut(layer, large, [0])
 
 
 def test_layers_of_a_shape_are_the_same_code_whatever_they_hold() -> None:

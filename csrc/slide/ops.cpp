@@ -66,45 +66,35 @@ std::string pattern_name(int64_t n) {
 
 // The packed weight, once it has passed every check that needs no look at its content. Any content is safe to run.
 macko_slide_weight weight_of(const char *op, const Tensor &packed, const Tensor &scale, int64_t cols, int64_t n,
-                             ScalarType dtype, const char *name = "packed") {
+                             ScalarType dtype) {
     check_n(op, n);
     check_cols(op, cols);
     const macko_slide_type type = type_of(op, dtype);
-    check_backend(op, name, packed);
-    check_device(op, "scale", scale, name, packed);
-    check_dtype(op, name, packed, ScalarType::Byte);
+    check_backend(op, "packed", packed);
+    check_device(op, "scale", scale, "packed", packed);
+    check_dtype(op, "packed", packed, ScalarType::Byte);
     check_dtype(op, "scale", scale, ScalarType::Float);
-    check_dim(op, name, packed, 3);
+    check_dim(op, "packed", packed, 3);
     check_dim(op, "scale", scale, 1);
     const int64_t rows = scale.numel(), blocks = macko_slide_row_blocks(rows);
     const int64_t k_tiles = macko_slide_k_tiles(cols, int(n), type), bytes = macko_slide_tile_bytes(int(n), type);
     if (packed.size(0) != blocks || packed.size(1) != k_tiles || packed.size(2) != bytes)
-        fail(op, name, " has shape ", shape_name(packed), ", expected [", blocks, ", ", k_tiles, ", ", bytes, "] for ",
+        fail(op, "packed has shape ", shape_name(packed), ", expected [", blocks, ", ", k_tiles, ", ", bytes, "] for ",
              rows, " rows (elements of scale) and ", cols, " columns of ", dtype_name(dtype), ", ", pattern_name(n));
-    check_contiguous(op, name, packed);
+    check_contiguous(op, "packed", packed);
     check_contiguous(op, "scale", scale);
 #ifdef USE_CUDA
-    check_aligned(op, name, packed, 16); // what a bulk copy takes
+    check_aligned(op, "packed", packed, 16); // what a bulk copy takes
 #endif
     return {{rows, cols, int(n), type}, reads<uint8_t>(packed), reads<float>(scale)};
 }
 
-// The one of the two weights that is to be read; the other one's content is looked at when its turn comes.
-macko_slide_weight weight_in(const char *op, const Packed &p, bool takes_dense) {
-    const Tensor &tiles = p[0], &scale = p[1], &dense_tiles = p[2];
-    check_backend(op, "packed", tiles);
-    check_device(op, "scale", scale, "packed", tiles);
-    check_device(op, "dense_tiles", dense_tiles, "packed", tiles);
-    for (const bool is_dense : {false, true}) {
-        const char *name = is_dense ? "dense_tiles" : "packed";
-        check_dtype(op, name, is_dense ? dense_tiles : tiles, ScalarType::Byte);
-        check_dim(op, name, is_dense ? dense_tiles : tiles, 3);
-    }
+// p[2] is empty and p.own(3), p.own(4) are 0: files have them, of a second weight beside this one.
+macko_slide_weight weight_in(const char *op, const Packed &p) {
+    const Tensor &tiles = p[0], &scale = p[1];
     if (scale.dim() != 1 || scale.numel() != p.rows())
         fail(op, "scale has shape ", shape_name(scale), ", expected [", p.rows(), "]");
-    const ScalarType dtype = element_of(op, p.own(1));
-    return takes_dense ? weight_of(op, dense_tiles, scale, p.cols(), 0, dtype, "dense_tiles")
-                       : weight_of(op, tiles, scale, p.cols(), p.own(0), dtype);
+    return weight_of(op, tiles, scale, p.cols(), p.own(0), element_of(op, p.own(1)));
 }
 
 // Into new tensors lifted [..., depth] and scale [...]. x is contiguous and checked.
@@ -235,7 +225,7 @@ Tensor dense(const Packed &p, bool) {
     const Tensor &packed = p[0];
     const int64_t cols = p.cols();
     const ScalarType dtype = element_of(op, p.own(1));
-    const macko_slide_weight weight = weight_in(op, p, /*takes_dense=*/false);
+    const macko_slide_weight weight = weight_in(op, p);
     const int64_t rows = weight.shape.rows;
     const DeviceOf guard(packed);
     Tensor codes = torch::stable::new_empty(packed, {rows, cols}, dtype);
@@ -253,14 +243,10 @@ Tensor dense(const Packed &p, bool) {
 Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
     const Tensor &packed = p[0];
     const char *op = "linear";
-    const int64_t cols = p.cols(), n_packed = p.own(0);
+    const int64_t cols = p.cols(), n = p.own(0);
     const ScalarType dtype = element_of(op, p.own(1));
     const int64_t tokens = num_tokens(x_any);
-    // One op for both weights, so that a compiled graph for any number of tokens has no branch.
-    const macko_path path = macko_slide_path(p.own(3), p.own(4), tokens);
-    const bool takes_dense = path == MACKO_PATH_DENSE_TILES;
-    const int64_t n = takes_dense ? 0 : n_packed;
-    const macko_slide_weight weight = weight_in(op, p, takes_dense);
+    const macko_slide_weight weight = weight_in(op, p);
     check_device(op, "x", x_any, "tiles", packed);
     const macko_dtype from = check_value_dtype(op, "x", x_any);
     if (!is_8_bit(weight.shape.type)) check_dtype(op, "x", x_any, dtype);

@@ -16,8 +16,6 @@ typedef enum macko_path {
     MACKO_PATH_SPMM,        /* the same for several */
     MACKO_PATH_FEW,         /* slabs: tensor cores, memory bound */
     MACKO_PATH_MANY,        /* slabs: tensor cores, compute bound */
-    MACKO_PATH_SPARSE,      /* slide: the packed weight */
-    MACKO_PATH_DENSE_TILES, /* slide: the dense one beside it */
     MACKO_PATH_DENSE_ROWS,  /* unpacked, then the library's product */
 } macko_path;
 
@@ -90,12 +88,6 @@ static inline macko_path macko_slab_path(int64_t rows, int64_t cols, int64_t few
 
 static inline macko_path macko_ec_path(int64_t tokens) {
     return tokens == 1 ? MACKO_PATH_SPMV : MACKO_PATH_DENSE_ROWS;
-}
-
-/* sparse_from, sparse_to: tokens for which the packed weight is the faster one; 0, 0: there is no other. */
-static inline macko_path macko_slide_path(int64_t sparse_from, int64_t sparse_to, int64_t tokens) {
-    const bool other = sparse_to && (tokens < sparse_from || tokens > sparse_to);
-    return other ? MACKO_PATH_DENSE_TILES : MACKO_PATH_SPARSE;
 }
 
 #endif

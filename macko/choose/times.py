@@ -91,8 +91,8 @@ class Times:
         CPUs take other instructions for each type, and their time grows with the tokens: there only lines of the same
         type count, and the measured number of tokens that is nearest.
         """
-        if (known := self.at(tokens)) is not self:
-            return known.us(rows, cols, density, dtype, tokens)
+        if (other := self.at(tokens)) is not self:
+            return other.us(rows, cols, density, dtype, tokens)
         size, lines = dtype.itemsize, self.lines
         if is_cpu(self.gpu):
             lines = tuple(line for line in lines if getattr(torch, line["dtype"]) == dtype)
@@ -123,7 +123,7 @@ class Times:
 
         None where nobody measured.
         """
-        name = next((name for name, known in SLIDE_DTYPES.items() if known == dtype), "bf16")
+        name = next((name for name, type in SLIDE_DTYPES.items() if type == dtype), "bf16")
         return _gain(self.slide.get((name, f"{2 * n - 2}:{2 * n}"), ()), shape, tokens)
 
     def codec_gain(self, codec: str, shape: Sequence[int], tokens: int) -> float | None:
@@ -249,7 +249,7 @@ def _check(line: Line, sizes: Iterable[str], good: bool, measured: dict[str, flo
         raise ValueError(f"not a measurement: {line}")
 
 
-def own_table(gpu: str) -> dict[str, Any] | None:
+def user_table(gpu: str) -> dict[str, Any] | None:
     """The user's own table of a GPU; none where its file is broken, with a warning."""
     path = cache_file(gpu)
     try:
@@ -271,8 +271,8 @@ def times(gpu: str, bandwidth: float | None = None) -> Times:
     tables = []
     if (shipped := SHIPPED / file_name(gpu)).exists():
         tables.append(read(shipped))
-    if own := own_table(gpu):
-        tables.append(own)
+    if table := user_table(gpu):
+        tables.append(table)
     slide: dict[tuple[str, str], list[Line]] = {}
     codecs: dict[str, list[Line]] = {}
     for table in tables:  # of a pattern or codec that the user has timed, only the user's lines count
@@ -290,9 +290,9 @@ def _elsewhere(gpu: str, bandwidth: float | None, measured: bool) -> Times | Non
     shipped = [read(path) for path in sorted(SHIPPED.glob("*.json"))]
     if not (tables := [table for table in shipped if table["linear"] and not is_cpu(table["gpu"])]):
         return None
-    if bandwidth and (known := [table for table in tables if table["bandwidth_gbps"]]):
+    if bandwidth and (timed := [table for table in tables if table["bandwidth_gbps"]]):
         # As many times slower or faster as its memory is: the fewer times, the less is guessed.
-        table = min(known, key=lambda table: abs(math.log(table["bandwidth_gbps"] / bandwidth)))
+        table = min(timed, key=lambda table: abs(math.log(table["bandwidth_gbps"] / bandwidth)))
         return Times(gpu, table["bandwidth_gbps"] / bandwidth, tuple(table["linear"]), False)
     table = min(tables, key=lambda table: table["bandwidth_gbps"])  # most GPUs' memory is slower than any of these
     if bandwidth == 0 and not measured:
@@ -334,7 +334,7 @@ def write(path: Path, gpu: str, lines: Iterable[Line], slide: Iterable[Line], ba
     Raises:
         ValueError: another file of this name is no table.
     """
-    held = own_table(gpu) if path == cache_file(gpu) else read(path) if path.exists() else None
+    held = user_table(gpu) if path == cache_file(gpu) else read(path) if path.exists() else None
     before = held or {"linear": [], "codecs": [], "slide": []}
     by_shape = {(*slide_kind(line), line["rows"], line["cols"]): line for line in (*before["slide"], *slide)}
     table: dict[str, Any] = {

@@ -10,7 +10,7 @@ from ..choose.options import Options
 from ..files import VERSION, check_about
 from ..nn.convert import MIN_SPARSITY, check_min_sparsity
 from ..nn.find import IGNORED
-from ..weights import codes
+from ..weights import codes, takes_any_weight
 
 
 class Settings:
@@ -53,8 +53,15 @@ class Settings:
         """What weights are packed by that the files hold dense."""
         return Options(self.format, self.tokens, values=self.values)
 
+    @property
+    def layout_options(self) -> Options:
+        """What layouts are chosen by of weights that the files hold packed: 8 bits, or 12, are not made of these."""
+        if takes_any_weight(self.format) or self.values in codes.KINDS:
+            return Options(tokens=self.tokens)
+        return self.options
+
     @staticmethod
-    def known(about: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(about: Mapping[str, Any]) -> dict[str, Any]:
         """Of what config.json says the arguments of this, without what others, or a later macko, have noted there."""
         return {name: about[name] for name in inspect.signature(Settings).parameters if name in about}
 

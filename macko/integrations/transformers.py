@@ -62,7 +62,7 @@ class MackoConfig(Settings, QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """The config of a config.json, without what others, or a later macko, have noted there too."""
-        return super().from_dict(cls.known(config_dict), return_unused_kwargs, **kwargs)
+        return super().from_dict(cls.arguments(config_dict), return_unused_kwargs, **kwargs)
 
 
 @register_quantizer("macko")

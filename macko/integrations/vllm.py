@@ -13,9 +13,7 @@ of the engine by its name, so it is one of a module.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,13 +33,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-from ..choose.auto import pack, repacked
 from ..choose.options import Options
 from ..nn.convert import convert_weight
 from ..nn.find import matching
-from ..ops import multiply
-from ..weights import PackedWeight, saved_as
-from ..weights.shards import joined
+from ..weights import PackedWeight
+from . import stacked
 from .config import Settings
 
 logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only
@@ -88,7 +84,7 @@ class MackoConfig(Settings, QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> MackoConfig:
-        return cls(**cls.known(config))
+        return cls(**cls.arguments(config))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         asked = getattr(hf_config, "macko", None) or {}
@@ -110,19 +106,11 @@ class MackoConfig(Settings, QuantizationConfig):
             self._leave_experts(layer, prefix)
             return None
         dense = UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
-        parent, _, last = prefix.rpartition(".")
-        names = [f"{parent}.{name}".removeprefix(".") for name in self.packed_modules_mapping.get(last, [last])]
+        names = stacked.names_of(prefix, self.packed_modules_mapping)
         has_kernels = not is_head and type(layer).forward not in _FORWARDS
         if self.layers:
-            parts = {name: self.layers[name] for name in names if name in self.layers}
-            if parts and len(parts) < len(names):
-                others = ", ".join(name for name in names if name not in parts)
-                raise ValueError(
-                    f"{prefix} is one matrix in vLLM, of {', '.join(parts)}, packed, and {others}, dense: pack all of "
-                    "them or none (ignore=...), or serve the dense model with --quantization macko"
-                )
-            if parts:
-                return (Unpacked if has_kernels else Packed)(self, prefix, dense, list(parts.values()))
+            if layers := stacked.packed_of(prefix, names, self.layers):
+                return (Unpacked if has_kernels else Packed)(self, prefix, dense, layers)
             if not self.options.any_zeros:
                 return dense
         if ignored := matching(self.ignore, (prefix, *names)):
@@ -142,69 +130,29 @@ class MackoConfig(Settings, QuantizationConfig):
         logger.info("%s stays dense: macko packs linear layers, not experts", prefix)
 
 
-#: Packed layers of this process by number. Compiled code knows a layer by its number alone, which is an input. Layers
-#: of the same shape are then the same code, which vLLM compiles once: of a 7B 3 pieces, in place of 33 that differ in
-#: sizes, for which half a minute was not enough on an H200 (dense: 7 s).
-_LAYERS: list[weakref.ref[nn.Module]] = []
-_OPS = torch.library.Library("macko_vllm", "DEF")
-_OPS.define("linear(Tensor x, Tensor number, int rows, Tensor? bias) -> Tensor")
-
-
-def _linear(x: Tensor, number: Tensor, rows: int, bias: Tensor | None) -> Tensor:
-    layer: Any = _LAYERS[int(number)]()
-    return layer.quant_method.product(layer, x, bias)
-
-
-def _as_linear(x: Tensor, number: Tensor, rows: int, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], rows))
-
-
-for _device in ("CPU", "CUDA"):
-    _OPS.impl("linear", _linear, _device)
-torch.library.register_fake("macko_vllm::linear", _as_linear, lib=_OPS)
-
-
 class _Method(LinearMethodBase):
     """Holds one layer's weight packed, this rank's part of it, and multiplies."""
 
     def __init__(self, config: MackoConfig, name: str, dense: LinearMethodBase) -> None:
         self.config, self.name, self.dense = config, name, dense
-        self.names: tuple[str, ...] = ()
-        self.header: list[int] = []
         self.engine = get_current_vllm_config()
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        if torch.compiler.is_compiling():
-            return torch.ops.macko_vllm.linear(x, layer.macko_number, self.header[1], bias)
-        return self.product(layer, x, bias)
-
-    def product(self, layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-        packed = [getattr(layer, name) for name in self.names]
-        return multiply(x, packed, self.header, bias)
+        return stacked.linear(layer, x, bias)
 
     def dequantize_weight(self, layer: nn.Module) -> Tensor:
-        return torch.ops.macko.dense([getattr(layer, name) for name in self.names], self.header)
+        return stacked.dense(layer)
 
-    def options(self, device: torch.device) -> Options:
-        """What the layout is chosen by on the device."""
-        options = self.config.options
+    def run_on(self, device: torch.device, options: Options) -> Options:
+        """The options, or those of "auto" where their format does not run on the device, with a warning."""
         if not (reason := options.not_on(device)):
             return options
         logger.warning_once(f"format {reason}, the model is on {device.type}: held as auto")
         return Options(tokens=options.tokens, values=options.values)
 
     def hold(self, layer: nn.Module, packed: PackedWeight) -> None:
-        """Puts the packed tensors into the layer: no parameters, for no loader is to fill them."""
-        for name, param in list(layer.named_parameters(recurse=False)):
-            if name != "bias" and param.numel() + (name != "weight"):
-                delattr(layer, name)
-        for name, tensor in packed.tensors().items():
-            layer.register_buffer(f"macko_{name}", tensor, persistent=False)
-        if not hasattr(layer, "weight"):  # an empty one: vLLM's adapters ask it for the device
-            layer.weight = nn.Parameter(torch.empty(0, packed.cols, dtype=packed.dtype, device=packed.device), False)
-        layer.register_buffer("macko_number", torch.tensor([len(_LAYERS)], device="cpu"), persistent=False)
-        _LAYERS.append(weakref.ref(layer))
-        self.names, self.header = tuple(f"macko_{name}" for name in packed.tensors()), packed.header
+        """Puts the packed weight into the layer, and says so."""
+        stacked.hold(layer, packed)
         self.note(True)
         logger.debug("%s: %s, %d bytes, %s", self.name, list(packed.shape), packed.nbytes, packed.label)
         logger.info_once(f"macko packs linear layers: {packed.label}")
@@ -212,7 +160,7 @@ class _Method(LinearMethodBase):
     def note(self, is_packed: bool) -> None:
         """Tells vLLM's caches of compiled code what has become of the layer."""
         if isinstance(self.engine.additional_config, dict):
-            self.engine.additional_config.setdefault("macko", {})[self.name] = is_packed
+            self.engine.additional_config.setdefault(stacked.NAMESPACE, {})[self.name] = is_packed
 
 
 class Arriving(_Method):
@@ -226,10 +174,10 @@ class Arriving(_Method):
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if self.header:
+        if stacked.holds(layer):
             return  # vLLM calls for each layer while it loads, and for all of them at the end
         weight, least = layer.weight.data, self.config.min_sparsity
-        row, sparse = convert_weight(self.name, weight, self.options(weight.device), least)
+        row, sparse = convert_weight(self.name, weight, self.run_on(weight.device, self.config.options), least)
         if sparse is not None:
             self.hold(layer, sparse.packed)
             return
@@ -241,11 +189,10 @@ class Arriving(_Method):
 class Packed(_Method):
     """A packed checkpoint: the tensors of each of its layers that are one here, cut and stacked once all have come."""
 
-    def __init__(self, config: MackoConfig, name: str, dense: LinearMethodBase, parts: list[dict[str, Any]]) -> None:
+    def __init__(self, config: MackoConfig, name: str, dense: LinearMethodBase, layers: list[dict[str, Any]]) -> None:
         super().__init__(config, name, dense)
-        self.parts = [saved_as(about) for about in parts]
-        #: What has come, by vLLM's name of the place in the stack: "q", "k", "v", a number, several, or None for all.
-        self.pieces: dict[Any, dict[str, Tensor]] = {}
+        self.stack = stacked.Stack(layers)
+        self.is_loaded = False
 
     def create_weights(
         self,
@@ -257,9 +204,9 @@ class Packed(_Method):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        self.cols, self.rows, self.dtype = input_size_per_partition, output_partition_sizes, params_dtype
+        self.rows, self.cols, self.dtype = output_partition_sizes, input_size_per_partition, params_dtype
         # Empty, with loaders of their own: only the files know the sizes. An empty weight is in the files too.
-        for name in sorted({"weight"}.union(*(names for _, _, names in self.parts))):
+        for name in sorted({"weight"} | self.stack.names):
             param = nn.Parameter(torch.empty(0, self.cols, dtype=params_dtype), requires_grad=False)
             param.weight_loader = self._loader(layer, name)  # type: ignore[attr-defined]
             layer.register_parameter(name, param)
@@ -267,105 +214,35 @@ class Packed(_Method):
     def _loader(self, layer: nn.Module, name: str) -> Callable[..., None]:
         def weight_loader(param: nn.Parameter, loaded: Tensor, shard: Any = None) -> None:
             if name != "weight":
-                # A copy: a loader may use its memory again.
-                self.pieces.setdefault(shard, {})[name] = loaded.to(param.device, copy=True)
+                self.stack.add(stacked.places_of(shard, len(self.rows)), name, loaded, param.device)
             elif loaded.numel():
                 raise ValueError(f"{self.name}: the files hold its weight packed, and a dense one too")
-            if not self.header and self._complete():
+            if not self.is_loaded and self.stack.is_complete:
                 try:
                     self._take(layer, param.device)
                 except ValueError as error:
                     raise ValueError(f"{self.name}: {error}") from None
+                self.is_loaded = True
 
         return weight_loader
 
     def _take(self, layer: nn.Module, device: torch.device) -> None:
-        """Puts the weight into the layer, once all pieces of it have come."""
-        self.hold(layer, self._stack(layer, device))
+        """Puts the weight into the layer, once all of it has come."""
+        options = self.run_on(device, self.config.layout_options)
+        self.hold(layer, self.stack.pack(self._share(layer), self.dtype, device, options))
+
+    def _share(self, layer: Any) -> stacked.Share:
+        """What this rank holds of the layer."""
+        rows = tuple(self.rows)
+        if isinstance(layer, ParallelLMHead):
+            indices = layer.shard_indices
+            return stacked.Share(rows, self.cols, window=(indices.org_vocab_start_index, indices.org_vocab_end_index))
+        same = getattr(layer, "num_kv_head_replicas", 1)  # heads of k and v that several ranks share
+        return stacked.Share(rows, self.cols, layer.tp_rank, layer.tp_size, (1, *[same] * (len(rows) - 1)))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        if not self.header:
-            missing = f"{len(self.pieces)} of {len(self.parts)} packed layers" if self.pieces else "no packed layer"
-            raise ValueError(f"{self.name}: the checkpoint has {missing} of it, or one that is not whole")
-
-    def _complete(self) -> bool:
-        if len(self.pieces) < len(self.parts):
-            return False
-        pieces = [self.pieces[shard] for shard in self._shards()]
-        return all(piece.keys() >= set(names) for piece, (_, _, names) in zip(pieces, self.parts, strict=True))
-
-    def _shards(self) -> list[Any]:
-        """The keys of `pieces` in the order of the stack."""
-        return sorted(self.pieces, key=lambda shard: self._places(shard)[0])
-
-    def _places(self, shard: Any) -> list[int]:
-        """Which of the stacked matrices vLLM means by a key of `pieces`."""
-        if shard is None:
-            return list(range(len(self.rows)))
-        if isinstance(shard, str):
-            return ["qkv".index(shard)]
-        return list(shard) if isinstance(shard, tuple) else [shard]
-
-    def _ours(self, layer: Any) -> Iterator[PackedWeight]:
-        """This rank's parts of all pieces, which are let go, in the order of the stack."""
-        for shard, (kind, sizes, names) in zip(self._shards(), self.parts, strict=True):
-            piece = self.pieces.pop(shard)
-            whole = kind(**{name: piece[name] for name in names}, **sizes)  # type: ignore[arg-type]
-            if whole.dtype != self.dtype:
-                whole = whole.to("cpu")  # a GPU has no kernels for float32
-            whole.validate()
-            yield from self._cut(layer, whole, self._places(shard))
-
-    def _stack(self, layer: Any, device: torch.device) -> PackedWeight:
-        """This rank's matrix."""
-        cut = [part.to(device, self.dtype) for part in self._ours(layer)]
-        options = self.options(device)
-        if options.any_zeros or options.in_bytes:  # which is for what the files hold dense
-            options = Options(tokens=options.tokens)
-        if len(cut) == 1 and cut[0].rows == sum(self.rows):
-            return repacked(cut[0], options)
-        if (in_bytes := joined(cut, sum(self.rows))) is not None:
-            return in_bytes
-        dense = torch.cat([part.to_dense() for part in cut])
-        return pack(nn.functional.pad(dense, (0, 0, 0, sum(self.rows) - len(dense))), options)
-
-    def _cut(self, layer: Any, whole: PackedWeight, places: list[int]) -> list[PackedWeight]:
-        """This rank's parts of what one layer of the checkpoint has for these places of the stack.
-
-        Nothing is unpacked before it has the rows and columns that vLLM wants.
-        """
-        is_head = isinstance(layer, ParallelLMHead)
-        rank, ranks = (0, 1) if is_head else (layer.tp_rank, layer.tp_size)
-        if whole.cols not in (self.cols, self.cols * ranks):
-            raise ValueError(f"the checkpoint has {whole.cols} columns, vLLM wants {self.cols} for each of {ranks}")
-        first = rank * self.cols if whole.cols > self.cols else 0
-        rows = self._head_rows(layer, whole) if is_head else self._stack_rows(layer, whole, places)
-        part = whole.materialized().cut(1, first, first + self.cols)
-        return [part.cut(0, start, stop) for start, stop in rows]
-
-    def _head_rows(self, layer: Any, whole: PackedWeight) -> list[tuple[int, int]]:
-        """This rank's rows of a head; behind its last row is padding."""
-        start, stop = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-        if whole.rows < stop:
-            raise ValueError(f"the checkpoint has {whole.rows} rows, vLLM wants {start} to {stop}")
-        return [(start, stop)]
-
-    def _stack_rows(self, layer: Any, whole: PackedWeight, places: list[int]) -> list[tuple[int, int]]:
-        """This rank's rows for each of the places, or all of them at once."""
-        rank, ranks = layer.tp_rank, layer.tp_size
-        rows = [self.rows[place] for place in places]
-        if whole.rows == sum(rows):
-            return [(0, whole.rows)]
-        # Several ranks may share a head of k and v.
-        shared = [getattr(layer, "num_kv_head_replicas", 1) if place else 1 for place in places]
-        wholes = [count * ranks // by for count, by in zip(rows, shared, strict=True)]
-        if whole.rows != sum(wholes):
-            raise ValueError(f"the checkpoint has {whole.rows} rows, vLLM wants {sum(rows)} for each of {ranks}")
-        starts = [
-            stop - size + rank // by * count
-            for stop, size, by, count in zip(accumulate(wholes), wholes, shared, rows, strict=True)
-        ]
-        return [(start, start + count) for start, count in zip(starts, rows, strict=True)]
+        if not self.is_loaded:
+            raise ValueError(f"{self.name}: {self.stack.missing()}")
 
 
 class Unpacked(Packed, UnquantizedLinearMethod):
@@ -376,11 +253,9 @@ class Unpacked(Packed, UnquantizedLinearMethod):
         self.dense.create_weights(layer, *sizes, **{**extra, "weight_loader": self._loader(layer, "weight")})
 
     def _take(self, layer: Any, device: torch.device) -> None:
-        dense = torch.cat([part.to_dense().to(device, self.dtype) for part in self._ours(layer)])
-        layer.weight.data.copy_(dense)
-        for name in {name for _, _, names in self.parts for name in names}:
+        layer.weight.data.copy_(self.stack.unpack(self._share(layer), self.dtype, device))
+        for name in self.stack.names:
             delattr(layer, name)
-        self.header = [0]  # it has come
         self.note(False)
         logger.debug("%s is dense: a %s has kernels of its own", self.name, type(layer).__name__)
 

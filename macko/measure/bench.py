@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     about |= {"dtype": str(dtype).removeprefix("torch.")}
 
     def measure(model: Any, side: Side, lines: list[Line]) -> None:
-        """Also writes the lines at once: what comes behind may fail."""
+        """Also writes the lines at once: what comes after may fail."""
         torch._dynamo.reset()  # what was compiled for the model before holds memory
         gc.collect()
         torch.cuda.empty_cache()
@@ -155,7 +155,7 @@ def _prompts(options: argparse.Namespace, model: Any) -> Tensor:
 def measure_all(
     side: Side, model: Any, prompts: Tensor, options: argparse.Namespace, lines: list[Line]
 ) -> list[Result]:
-    """Decoding at every batch size behind the first prompt length, the prefill of one sequence at every length."""
+    """Decoding at every batch size after the first prompt length, the prefill of one sequence at every length."""
     results = [_decode(side, model, prompts[:batch, : options.prompt_tokens[0]], options) for batch in options.batch]
     results += [_prefill(side, model, prompts[:1, :count]) for count in options.prompt_tokens]
     runs.show(results)
@@ -179,7 +179,7 @@ def generate(model: Any, prompts: Tensor, new_tokens: int, compiled: str, **more
 
 
 def _decode(side: Side, model: Any, prompts: Tensor, options: argparse.Namespace) -> Result:
-    """A token behind the first is what a long generation takes beyond one of a single token, over their number."""
+    """A token after the first is what a long generation takes beyond one of a single token, over their number."""
     counts = (1 + options.new_tokens, 1)
     longer, shorter = (partial(generate, model, prompts, count, options.compile) for count in counts)
     longer()  # compiles, which takes memory of its own

@@ -50,7 +50,7 @@ _OF_SIDE = {
 }
 #: What of vLLM takes long to import.
 _SLOW = ["vllm.model_executor.models.llama", "vllm.v1.worker.gpu_model_runner"]
-#: Positions that a run takes besides: decoding is timed beyond a first token, and behind a prompt vLLM wants one.
+#: Positions that a run takes besides: decoding is timed beyond a first token, and after a prompt vLLM wants one.
 _MORE = 1
 #: A side takes so many seconds at most: compiling for a new shape takes minutes.
 TIMEOUT = 540

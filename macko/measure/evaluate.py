@@ -24,7 +24,7 @@ TOKENS = 512
 
 
 def windows(tokens: Tensor, length: int, most: int | None = None) -> list[Tensor]:
-    """Batches [1, length]: a text [tokens] cut one behind the other, as the papers do; a rest is left out.
+    """Batches [1, length]: a text [tokens] cut one after the other, as the papers do; a rest is left out.
 
     most: at most so many, spread evenly over the text.
 
@@ -64,9 +64,9 @@ def language(
                 part = slice(start, start + TOKENS)
                 says = [each[part].to(home, torch.float32).log_softmax(-1) for each in logits]
                 loss = [-each.gather(1, wanted[part, None]).sum() for each in says]
-                own, other = says[0], says[-1]
-                kl = (other.exp() * (other - own)).sum()
-                same = (own.argmax(-1) == other.argmax(-1)).sum()
+                ours, other = says[0], says[-1]
+                kl = (other.exp() * (other - ours)).sum()
+                same = (ours.argmax(-1) == other.argmax(-1)).sum()
                 total += torch.stack([loss[0], loss[-1], kl, same]).double().cpu()
             count += len(wanted)
     loss, other_loss, kl, same = (total / max(1, count)).tolist()
@@ -97,12 +97,12 @@ def embeddings(
                 hidden = hidden_of(tuple(each(**given).values())).cpu().double()
                 mask = batch["attention_mask"].cpu().double()[..., None]
                 rows.append(nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1))
-    own, other = (torch.cat(rows) for rows in found)
-    cosine = (own * other).sum(1)
-    pairs = torch.triu_indices(len(own), len(own), 1)
-    near = [(rows @ rows.t())[pairs[0], pairs[1]] for rows in (own, other)]
+    ours, other = (torch.cat(rows) for rows in found)
+    cosine = (ours * other).sum(1)
+    pairs = torch.triu_indices(len(ours), len(ours), 1)
+    near = [(rows @ rows.t())[pairs[0], pairs[1]] for rows in (ours, other)]
     return {
-        "texts": len(own), "cosine": float(cosine.mean()), "worst_cosine": float(cosine.min()),
+        "texts": len(ours), "cosine": float(cosine.mean()), "worst_cosine": float(cosine.min()),
         "rank_correlation": rank_correlation(*near),
     }  # fmt: skip
 
@@ -130,7 +130,7 @@ def layer_errors(model: nn.Module, batches: Iterable[Any], against: nn.Module) -
         batches: for model(batch), model(*batch) or model(**batch) by their type. The outputs of all layers are held for
             one of them.
     """
-    own = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    ours = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     others = {name: module for name, module in against.named_modules() if isinstance(module, nn.Linear)}
     outputs: list[dict[str, Tensor]] = [{}, {}]
 
@@ -138,9 +138,9 @@ def layer_errors(model: nn.Module, batches: Iterable[Any], against: nn.Module) -
         outputs[side][name] = output.detach()
 
     sums: dict[str, list[float]] = {}
-    names = [name for name in others if name in own]
+    names = [name for name in others if name in ours]
     with ExitStack() as within:
-        for side, layers in enumerate((own, others)):
+        for side, layers in enumerate((ours, others)):
             for name in names:
                 within.enter_context(layers[name].register_forward_hook(partial(watch, side, name)))
         within.enter_context(evaluating(model))

@@ -35,8 +35,8 @@ BYTES_A_BYTE, MORE_BYTES = 4, 2**25
 def describe(source: Path, gpu: str | None = None) -> str:
     """A table of the matrices of a checkpoint: what they would take and gain here, or on the GPU that is named."""
     on_gpu = bool(gpu) or torch.cuda.is_available()
-    known = times(gpu) if gpu else times_of(None if on_gpu else torch.device("cpu"))
-    table = _Table(known, on_gpu)
+    expected = times(gpu) if gpu else times_of(None if on_gpu else torch.device("cpu"))
+    table = _Table(expected, on_gpu)
     with Checkpoint(source) as file:
         method = quantised_by(file.config)
         others = [name for name in file if method and not name.endswith((".weight", ".bias"))]
@@ -57,13 +57,13 @@ class _Table:
     """The table of describe: a row a matrix, and sums.
 
     Args:
-        known: times of the GPU or CPU for which gains are expected.
+        times: of the GPU or CPU for which gains are expected.
     """
 
-    def __init__(self, known: Times, on_gpu: bool) -> None:
-        self.known, self.on_gpu = known, on_gpu
+    def __init__(self, times: Times, on_gpu: bool) -> None:
+        self.times, self.on_gpu = times, on_gpu
         self.us, self.total, self.memory = [0.0, 0.0], [0, 0], Memory()
-        titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", f">on {known.gpu}")
+        titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", f">on {times.gpu}")
         self.rows: list[tuple[str, ...]] = [(*titles, *((">decode, at best", *Memory.titles) if on_gpu else ()))]
 
     def add(self, name: str, seen: Seen, form: str, packed_bytes: int | None) -> None:
@@ -84,7 +84,7 @@ class _Table:
         dtype, (rows, cols) = seen.weight.dtype, seen.shape
         if "embed" in name or dtype not in DTYPES or (dtype.itemsize != 2 and self.on_gpu):
             return ""
-        found = self.known.us(rows, cols, seen.density, dtype)
+        found = self.times.us(rows, cols, seen.density, dtype)
         if not found:
             return ""
         found = {"dense": found["dense"], **choosable(found)}
@@ -109,12 +109,12 @@ class _Table:
                 "decode, at best: dense over packed bytes, what a layer gains for one token when memory alone decides."
             )
         how = "measured times where there are some, else a model fitted to those"
-        if not self.known.at(1).measured:
+        if not self.times.at(1).measured:
             others = sorted(gpu for gpu in (read(path)["gpu"] for path in SHIPPED.glob("*.json")) if not is_cpu(gpu))
             how = f"nobody measured it: fitted to another GPU's times; measured are {', '.join(others)}"
             how += "; macko tune measures"
         if self.us[1]:
-            lines.append(f"on {self.known.gpu}: time of one token dense over that of the fastest format ({how}).")
+            lines.append(f"on {self.times.gpu}: time of one token dense over that of the fastest format ({how}).")
         return [line for line in lines if line]
 
 
@@ -267,5 +267,5 @@ def matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | Ma
                 yield name, weight, form, weight.nbytes
         else:
             dense = file[name]
-            known = dense.is_floating_point() or dense.dtype == torch.int8
-            yield name, dense, "dense" if known else str(dense.dtype).removeprefix("torch."), dense.nbytes
+            is_value = dense.is_floating_point() or dense.dtype == torch.int8
+            yield name, dense, "dense" if is_value else str(dense.dtype).removeprefix("torch."), dense.nbytes

@@ -60,7 +60,7 @@ def linear(
     Args:
         x: [..., cols]; w: dense [rows, cols]; bias: [rows] or None.
         by_torch: torch's product may have done the sums, else a kernel of macko's, with one rounding to `dtype`.
-        chain: additions behind a product plus one for the product; default: any order of summation.
+        chain: additions after a product plus one for the product; default: any order of summation.
         flush: values below it may be taken as zero (an instruction that knows no subnormals).
 
     Returns:

@@ -21,7 +21,7 @@ from ..nn.report import format_bytes, format_table
 from ..pruning.prune import asked_for
 from ..weights.codes import KINDS
 
-#: Lengths of prompts, where they are not given; decoding is behind the first.
+#: Lengths of prompts, where they are not given; decoding is after the first.
 PROMPT_TOKENS = (128, 32, 512, 2048)
 #: Where noise is as large as what is measured, it is measured so often again.
 RETRIES = 3
@@ -58,7 +58,7 @@ class Result(Side):
 
 
 def check(options: argparse.Namespace) -> None:
-    """ValueError or OSError for what would else be found out behind the first times."""
+    """ValueError or OSError for what would else be found out after the first times."""
     Options(options.format, options.tokens, values=options.values or "exact")
     for sparsity in options.sparsity or ():
         asked_for(sparsity, "magnitude", None)
@@ -70,7 +70,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def append(path: str | None, lines: Iterable[Line]) -> None:
-    """Writes JSON lines behind what a file has, if there is one to write to."""
+    """Writes JSON lines after what a file has, if there is one to write to."""
     if path:
         with open(path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -86,12 +86,12 @@ def set_lengths(options: argparse.Namespace, positions: int | None, more: int = 
 
     more: positions that a run takes besides.
     """
-    room = (positions or sys.maxsize) - more
+    most = (positions or sys.maxsize) - more
     if not options.prompt_tokens:
         first, *others = PROMPT_TOKENS
-        lengths = [max(1, min(first, room - options.new_tokens)), *(min(length, room) for length in others)]
+        lengths = [max(1, min(first, most - options.new_tokens)), *(min(length, most) for length in others)]
         options.prompt_tokens = list(dict.fromkeys(lengths))
-    if longest(options) > room:
+    if longest(options) > most:
         taken = longest(options) + more
         raise ValueError(f"--prompt-tokens and --new-tokens take {taken} positions, {options.source} has {positions}")
 
@@ -174,7 +174,7 @@ def difference(longer: Callable[[], Any], shorter: Callable[[], Any], on_gpu: bo
 
 
 def seconds(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> list[float]:
-    """Seconds of some calls behind a first one, without garbage collection: a compiler leaves millions of objects."""
+    """Seconds of some calls after a first one, without garbage collection: a compiler leaves millions of objects."""
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     gc.collect()
     return timeit.repeat(lambda: (call(), wait()), wait, repeat=1 + calls, number=1)[1:]

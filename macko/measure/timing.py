@@ -70,7 +70,7 @@ def capture(calls: Sequence[Callable[[], Any]], min_launches: int = MIN_LAUNCHES
 
 
 def time_replays(graph: torch.cuda.CUDAGraph, launches: int, replays: int = 15, warmup: int = 3) -> list[float]:
-    """Microseconds of a launch, of each replay behind the first ones."""
+    """Microseconds of a launch, of each replay after the first ones."""
     times = []
     for _ in range(warmup + replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

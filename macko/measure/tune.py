@@ -135,7 +135,7 @@ def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
 
 
 def _products(w: Tensor, x: Tensor) -> Iterator[tuple[str, list[partial[Tensor]]]]:
-    """By name, x W^T from copies of w in every format, one after the other: they may not all have room on a GPU."""
+    """By name, x W^T from copies of w in every format, one after the other: they may not all fit on a GPU."""
     dense = [held for (held,) in copies([w])]
     yield "dense", [partial(nn.functional.linear, x, held) for held in dense]
     if len(x) == 1:

@@ -43,7 +43,7 @@ class FoundLinear:
     module: nn.Linear
     #: (parent, attribute) of every place; empty for a model that is itself the layer.
     places: list[tuple[nn.Module, str]]
-    #: Full names of the places behind the first.
+    #: Full names of the places after the first.
     aliases: list[str]
     #: Why the caller leaves it out, or None.
     left_out: str | None

@@ -28,12 +28,11 @@ class SlideWeight(PackedWeight):
 
     Attributes:
         tiles: [row_blocks, k_tiles, tile_bytes], uint8. scale: [rows], float32.
-        dense_tiles: the same weight packed dense as well, [row_blocks, k_tiles, tile_bytes]; empty: it is not held.
+        dense_tiles: empty, as sparse_from and sparse_to are 0: files have them, of a second weight beside this one.
         rows, cols: shape of the dense weight.
         n: the pattern (2n-2):2n as which it is packed, 0 for dense.
         element: index into SLIDE_ELEMENTS, the type of packed values.
         source: index into SLIDE_SOURCES, the type of activations and outputs.
-        sparse_from, sparse_to: where dense_tiles are held, `tiles` run for this range of tokens, they for the others.
     """
 
     format: ClassVar[str] = "slide"
@@ -41,7 +40,10 @@ class SlideWeight(PackedWeight):
     of_dense: ClassVar[bool] = True
     merges: ClassVar[bool] = False  # its values may be quantised, and files hold it as it is
     values_name: ClassVar[str] = "tiles"
-    limits: ClassVar[Mapping[str, Sequence[int]]] = {"n": (0, *range(2, 9)), "element": range(4), "source": range(3)}
+    limits: ClassVar[Mapping[str, Sequence[int]]] = {
+        **{"n": (0, *range(2, 9)), "element": range(4), "source": range(3)},
+        **{"sparse_from": (0,), "sparse_to": (0,)},
+    }
 
     tiles: Tensor
     scale: Tensor
@@ -72,8 +74,6 @@ class SlideWeight(PackedWeight):
         element: int = -1,
         source: int = -1,
         prune: bool = False,
-        sparse_from: int = 0,
-        sparse_to: int = 0,
     ) -> Self:
         """Packs w [rows, cols].
 
@@ -82,8 +82,6 @@ class SlideWeight(PackedWeight):
             element: index into SLIDE_ELEMENTS; 16-bit ones have to be w's dtype; -1: w's dtype, which loses nothing.
             source: type of activations; -1: w's dtype.
             prune: whether groups with too many non-zeros lose the smallest.
-            sparse_from, sparse_to: tokens for which the pattern's kernel runs; for others a dense weight is held as
-                well. sparse_to = 0: the pattern's alone.
 
         Raises:
             ValueError: w does not fit the pattern: names the first row, group and count; or has 32 bits and is to stay.
@@ -95,13 +93,8 @@ class SlideWeight(PackedWeight):
         with not_held("does not fit the pattern"):
             tiles, scale, _ = ops.slide_pack(w, n, SLIDE_ELEMENTS[element], prune)
         source = SLIDE_SOURCES.index(w.dtype) if source < 0 else source
-        dtype = SLIDE_ELEMENTS[element]
-        if sparse_to and n:
-            dense_tiles = ops.slide_pack(ops.slide_unpack(tiles, scale, w.shape[1], n, dtype), 0, dtype)[0]
-        else:
-            dense_tiles, sparse_from, sparse_to = tiles.new_empty(0, 0, 0), 0, 0
         rows, cols = w.shape
-        return cls(tiles, scale, dense_tiles, rows, cols, n, element, source, sparse_from, sparse_to)
+        return cls(tiles, scale, tiles.new_empty(0, 0, 0), rows, cols, n, element, source)
 
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
@@ -122,13 +115,8 @@ class SlideWeight(PackedWeight):
 
     @property
     def label(self) -> str:
-        """As "slide 6:8 int8"; where both are held "slide 6:8 int8, dense under 8 and over 64 tokens"."""
-        text = f"slide {self.pattern or 'dense'} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
-        if not self.sparse_to:
-            return text
-        ends = [f"under {self.sparse_from}"] if self.sparse_from > 1 else []
-        ends += [f"over {self.sparse_to}"] if self.sparse_to < 2**31 - 1 else []
-        return f"{text}, dense {' and '.join(ends)} tokens"
+        """As "slide 6:8 int8"."""
+        return f"slide {self.pattern or 'dense'} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same weight elsewhere. Of an 8-bit one dtype changes the activations only."""
@@ -140,8 +128,7 @@ class SlideWeight(PackedWeight):
         element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
         if element < 2:
             raise TypeError(f"a slide weight of 16-bit values cannot become {dtype}")
-        dense = self.to_dense().to(device, dtype)
-        return self.from_dense(dense, self.n, element, sparse_from=self.sparse_from, sparse_to=self.sparse_to)
+        return self.from_dense(self.to_dense().to(device, dtype), self.n, element)
 
     def validate(self) -> None:
         """Checks that this is what packing its own values gives.
@@ -168,12 +155,8 @@ class SlideWeight(PackedWeight):
         if not torch.equal(again, self.tiles):
             block, tile = (again != self.tiles).any(2).nonzero()[0].tolist()
             return f"row block {block}, tile {tile} is not what packing its values gives"
-        dense = ops.slide_pack(codes, 0, kind)[0] if self.sparse_to else self.tiles.new_empty(0, 0, 0)
-        held = self.dense_tiles
-        if held.dtype != dense.dtype or not held.is_contiguous() or not torch.equal(dense, held):
-            return "dense_tiles is not the same weight"
-        if self.sparse_from > self.sparse_to:
-            return f"its range of tokens is {self.sparse_from} to {self.sparse_to}"
+        if self.dense_tiles.dtype != torch.uint8 or self.dense_tiles.shape != (0, 0, 0):
+            return f"dense_tiles has shape {list(self.dense_tiles.shape)}, expected [0, 0, 0]"
         return ""
 
     def _cut(self, dim: int, start: int, stop: int) -> PackedWeight:

@@ -508,12 +508,10 @@ class Sparse8(OfCodes):
             yield f"{at}, byte 2688: zero or NaN is stored", changed(made, 2688, code)
 
 
-#: Each codec, of one dtype; and every dtype and kind of codes of each.
+#: Every codec, dtype and kind of codes; and of each codec one dtype.
 DESCRIPTORS = {kind.format: kind for kind in (Tile, Sparse11, Dense12, Dense8, Sparse8)}
 EVERY = tuple(kind(dtype, of) for kind in DESCRIPTORS.values() for dtype in HALVES for of in kind.kinds)
-CODECS = tuple(next(c for c in EVERY if repr(c) == name) for name in (
-    "tile-float16", "sparse11-bfloat16", "dense12-bfloat16", "dense8-bfloat16-fp8", "sparse8-bfloat16-int8",
-))  # fmt: skip
+CODECS = tuple(codec for codec in EVERY if (codec.dtype == torch.float16) == (codec.format == "tile"))
 
 
 @functools.lru_cache(maxsize=64)

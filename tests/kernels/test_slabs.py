@@ -86,7 +86,7 @@ def test_bytes_and_round_trip_of_every_shape(device: str, codec: Codec) -> None:
 
 
 @pytest.mark.slow
-@each_codec
+@pytest.mark.parametrize("name", DESCRIPTORS)
 @each_device
 @given(
     rows=st.integers(0, 140),
@@ -99,15 +99,16 @@ def test_bytes_and_round_trip_of_every_shape(device: str, codec: Codec) -> None:
     which=st.integers(0, 3),
 )
 def test_round_trip_of_any_shape(
-    device: str, codec: Codec, rows: int, cols: int, density: float, rare: float, kind: str, delta_bits: int, seed: int,
+    device: str, name: str, rows: int, cols: int, density: float, rare: float, kind: str, delta_bits: int, seed: int,
     which: int,
 ) -> None:  # fmt: skip
-    own = [every for every in EVERY if every.format == codec.format]  # each dtype and kind of codes
-    chosen, options = own[which % len(own)], {"delta_bits": delta_bits} if codec.weight_type.is_layout else {}
+    own = [codec for codec in EVERY if codec.format == name]  # each dtype and kind of codes
+    codec = own[which % len(own)]
+    options = {"delta_bits": delta_bits} if codec.weight_type.is_layout else {}
     if not codec.is_sparse and not 64 < rows * cols * rare < 2000:
         rare = 0.0  # of few elements a list has too large a share
-    source = chosen.source(rows, cols, density, rare=rare, kind=kind if rows * cols else "uniform", seed=seed)
-    assert_packs(chosen, source, device, **options)
+    source = codec.source(rows, cols, density, rare=rare, kind=kind if rows * cols else "uniform", seed=seed)
+    assert_packs(codec, source, device, **options)
 
 
 @codecs_with_tables
@@ -337,7 +338,7 @@ def test_exact_products_of_every_density(density: float, codec: Codec) -> None:
 
 
 @pytest.mark.gpu
-@each_codec
+@every_codec
 @pytest.mark.parametrize(("rows", "cols"), [(20_000, 700), (64, 33_000), (9000, 300), (30_000, 20)])
 def test_odd_numbers_of_slabs_which_warpgroups_take_in_turns(rows: int, cols: int, codec: Codec) -> None:
     """Row blocks of 3, 129, 2 and 1 slabs, several of which a thread block has: some begin with the other's turn."""
@@ -359,15 +360,15 @@ def test_products_with_the_identity_are_the_weight(device: str, codec: Codec) ->
 
 
 @pytest.mark.gpu
-@each_codec
+@pytest.mark.parametrize("name", DESCRIPTORS)
 @pytest.mark.parametrize("keys", ["tile_tokens=0", "tile_tokens=1000000", "pdl=0", *GEMM_KEYS])
-def test_every_path_gives_the_same(keys: str, codec: Codec, plan: Plan) -> None:
+def test_every_path_gives_the_same(keys: str, name: str, plan: Plan) -> None:
     plan(keys)
-    for own, lacks in LACKING:
-        if own.format == codec.format:
+    for codec, lacks in LACKING:
+        if codec.format == name:
             for rows, tokens in ((300, (1, 8, 64, 65, 160, 300, 321, 480)), (1100, (65, 300))):
-                source, x, y = exact_problem(own, rows, 2307, lacks)
-                assert_exact(own.packed(source), x, y, tokens)
+                source, x, y = exact_problem(codec, rows, 2307, lacks)
+                assert_exact(codec.packed(source), x, y, tokens)
 
 
 @codecs_of_16_bits

@@ -102,9 +102,9 @@ macko_slide_weight weight_in(const char *op, const Packed &p, bool takes_dense) 
     }
     if (scale.dim() != 1 || scale.numel() != p.rows())
         fail(op, "scale has shape ", shape_name(scale), ", expected [", p.rows(), "]");
-    const ScalarType dtype = element_of(op, p.own(1));
+    const ScalarType dtype = element_of(op, p.number(1));
     return takes_dense ? weight_of(op, dense_tiles, scale, p.cols(), 0, dtype, "dense_tiles")
-                       : weight_of(op, tiles, scale, p.cols(), p.own(0), dtype);
+                       : weight_of(op, tiles, scale, p.cols(), p.number(0), dtype);
 }
 
 // Into new tensors lifted [..., depth] and scale [...]. x is contiguous and checked.
@@ -234,7 +234,7 @@ Tensor dense(const Packed &p, bool) {
     const char *op = "dense";
     const Tensor &packed = p[0];
     const int64_t cols = p.cols();
-    const ScalarType dtype = element_of(op, p.own(1));
+    const ScalarType dtype = element_of(op, p.number(1));
     const macko_slide_weight weight = weight_in(op, p, /*takes_dense=*/false);
     const int64_t rows = weight.shape.rows;
     const DeviceOf guard(packed);
@@ -253,11 +253,11 @@ Tensor dense(const Packed &p, bool) {
 Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
     const Tensor &packed = p[0];
     const char *op = "linear";
-    const int64_t cols = p.cols(), n_packed = p.own(0);
-    const ScalarType dtype = element_of(op, p.own(1));
+    const int64_t cols = p.cols(), n_packed = p.number(0);
+    const ScalarType dtype = element_of(op, p.number(1));
     const int64_t tokens = num_tokens(x_any);
     // One op for both weights, so that a compiled graph for any number of tokens has no branch.
-    const macko_path path = macko_slide_path(p.own(3), p.own(4), tokens);
+    const macko_path path = macko_slide_path(p.number(3), p.number(4), tokens);
     const bool takes_dense = path == MACKO_PATH_DENSE_TILES;
     const int64_t n = takes_dense ? 0 : n_packed;
     const macko_slide_weight weight = weight_in(op, p, takes_dense);
@@ -326,7 +326,7 @@ Tensor slide_gemm(const Tensor &lifted_any, const Tensor &token_scale_any, const
 const Registered slide_layout({.name = "slide",
                                .number = 5,
                                .tensors = 3,
-                               .own = 5,
+                               .numbers = 5,
                                .pack_options = 4,
                                .pack = pack,
                                .dense = dense,

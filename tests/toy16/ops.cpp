@@ -51,6 +51,6 @@ Made pack(const Tensor &w_any, const Ints &) {
 } // namespace
 
 const Registered
-    toy16_layout(slab_layout<Toy16>({.name = "toy16", .number = 10, .tensors = 1, .own = 0, .pack = pack}));
+    toy16_layout(slab_layout<Toy16>({.name = "toy16", .number = 10, .tensors = 1, .numbers = 0, .pack = pack}));
 
 } // namespace macko

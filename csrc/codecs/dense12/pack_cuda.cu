@@ -121,7 +121,7 @@ __device__ __forceinline__ uint32_t write_elements(const uint16_t *w, int64_t ro
 __global__ void __launch_bounds__(THREADS) write_slabs(const uint16_t *w, int64_t rows, int64_t cols, macko_dtype dtype,
                                                        dense12_table table, int slab_units, uint8_t *data) {
     __shared__ uint8_t codes[HIGHS];
-    __shared__ uint32_t ends[MACKO_DENSE12_PARTS]; // counts, then where the parts of the list end
+    __shared__ uint32_t ends[MACKO_SLAB_TILE_SLICES]; // counts, then where the lists of slices of tiles end
     find_codes(table, codes);
     const slice_of from(cols);
     uint8_t *const slab = data + (int64_t)blockIdx.x * slab_units * MACKO_SLAB_UNIT;
@@ -134,14 +134,15 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const uint16_t *w, int64_
     }
     __syncthreads();
     if (threadIdx.x == 0)
-        for (int part = 1; part < MACKO_DENSE12_PARTS; part++) ends[part] += ends[part - 1];
+        for (int tile_slice = 1; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++)
+            ends[tile_slice] += ends[tile_slice - 1];
     __syncthreads();
-    const auto begin_of = [&](int part) { return part ? ends[part - 1] : 0; };
-    if (threadIdx.x < MACKO_DENSE12_PARTS)
-        ((uint32_t *)(slab + MACKO_DENSE12_PARTS_AT))[threadIdx.x] = ends[threadIdx.x] << 16 | begin_of(threadIdx.x);
+    const auto begin_of = [&](int tile_slice) { return tile_slice ? ends[tile_slice - 1] : 0; };
+    if (threadIdx.x < MACKO_SLAB_TILE_SLICES)
+        ((uint32_t *)(slab + MACKO_DENSE12_BOUNDS_AT))[threadIdx.x] = ends[threadIdx.x] << 16 | begin_of(threadIdx.x);
     uint32_t *const list = (uint32_t *)(slab + MACKO_DENSE12_LIST_AT);
     const int room = (slab_units * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4;
-    for (int i = ends[MACKO_DENSE12_PARTS - 1] + threadIdx.x; i < room; i += THREADS) list[i] = 0;
+    for (int i = ends[MACKO_SLAB_TILE_SLICES - 1] + threadIdx.x; i < room; i += THREADS) list[i] = 0;
 #pragma unroll
     for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
         if (!__any_sync(FULL_WARP, listed[tile])) continue;
@@ -167,8 +168,8 @@ __global__ void __launch_bounds__(THREADS)
     for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
         const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
         if (begin_col >= m.cols) return;
-        const int part = tile * MACKO_SLAB_SLICES + from.slice;
-        const uint4 *const chunks = (const uint4 *)(slab + part * MACKO_DENSE12_SLICE_BYTES) + from.lane;
+        const int tile_slice = tile * MACKO_SLAB_SLICES + from.slice;
+        const uint4 *const chunks = (const uint4 *)(slab + tile_slice * MACKO_DENSE12_SLICE_BYTES) + from.lane;
         const uint4 low = load_stream(chunks), more = load_stream(chunks + WARP),
                     codes = load_stream(chunks + 2 * WARP);
         const uint32_t lows[] = {low.x, low.y, low.z, low.w, more.x, more.y, more.z, more.w};
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(THREADS)
                 to[8 * DENSE_STRIDE / 2] = __byte_perm(bytes, highs, 0x7362) << zeros;
             }
         __syncwarp();
-        const uint32_t bounds = ((const uint32_t *)(slab + MACKO_DENSE12_PARTS_AT))[part];
+        const uint32_t bounds = ((const uint32_t *)(slab + MACKO_DENSE12_BOUNDS_AT))[tile_slice];
         for (uint32_t k = (bounds & 0xffff) + from.lane; k < bounds >> 16; k += WARP) {
             const uint32_t entry = ((const uint32_t *)(slab + MACKO_DENSE12_LIST_AT))[k];
             const int step = entry >> 8 & 3, lane = entry >> 3 & 31, i = entry & 7;

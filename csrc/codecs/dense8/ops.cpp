@@ -29,7 +29,7 @@ struct Dense8 {
         check_kinds(op, all);
         const macko_dtype dtype = check_16_bits(op, "data", data);
         check_sizes(op, p);
-        const macko_byte_kind kind = check_kind(op, p.own(0));
+        const macko_byte_kind kind = check_kind(op, p.number(0));
         const int64_t wanted = macko_slab_count(rows, cols) * MACKO_DENSE8_SLAB_BYTES / 2;
         if (data.numel() != wanted)
             fail(op, "data has ", data.numel(), " elements, expected ", wanted, " for a matrix of ", rows, " x ", cols);
@@ -52,6 +52,6 @@ Made pack(const Tensor &w, const Ints &options) {
 } // namespace
 
 const Registered dense8_layout(
-    slab_layout<Dense8>({.name = "dense8", .number = 8, .tensors = 2, .own = 1, .pack_options = 2, .pack = pack}));
+    slab_layout<Dense8>({.name = "dense8", .number = 8, .tensors = 2, .numbers = 1, .pack_options = 2, .pack = pack}));
 
 } // namespace macko

@@ -16,8 +16,8 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_dense8_matrix
             uint32_t words[2][2];
             for (int k = 0; k < 2; k++)
                 load_codes(w, m.rows, m.cols, from, tile, 2 * two + k, m.kind, m.dtype, words[k]);
-            uint8_t *const part = slab + (tile * MACKO_SLAB_SLICES + from.slice) * MACKO_DENSE8_SLICE_BYTES;
-            ((uint4 *)part)[two * WARP + from.lane] = {words[0][0], words[0][1], words[1][0], words[1][1]};
+            uint8_t *const tile_slice = slab + (tile * MACKO_SLAB_SLICES + from.slice) * MACKO_DENSE8_SLICE_BYTES;
+            ((uint4 *)tile_slice)[two * WARP + from.lane] = {words[0][0], words[0][1], words[1][0], words[1][1]};
         }
 }
 

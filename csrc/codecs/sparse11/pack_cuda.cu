@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(THREADS)
     constexpr int ROW_CHUNKS = MACKO_SPARSE11_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE11_MOST_ROWS / MACKO_SLAB_SLICES;
     __shared__ uint4 rooms[MACKO_SLAB_SLICES][MOST_ROWS * ROW_CHUNKS];
     __shared__ uint8_t codes[HIGHS];
-    __shared__ int slice_rows[MACKO_SLAB_SLICES], listed[MACKO_SPARSE11_PARTS];
+    __shared__ int slice_rows[MACKO_SLAB_SLICES], listed[MACKO_SLAB_TILE_SLICES];
     find_codes(m, codes);
     const slice_of from(m.cols);
     slice_masks own;
@@ -178,29 +178,31 @@ __global__ void __launch_bounds__(THREADS)
     __syncwarp();
     for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) ((uint4 *)(slab + values_at))[i] = room[i];
 
-    // The list. A thread for each part's word; then each warp the places of its own parts.
-    const auto part_at = [&](int part) { // where its places begin
+    // The list. A thread for each tile_slice's word; then each warp the places of its own words_at.
+    const auto list_of = [&](int tile_slice) { // where its places begin
         int at = list_at;
-        for (int other = 0; other < part; other++) at += macko_sparse11_words(listed[other]) * 4;
+        for (int other = 0; other < tile_slice; other++) at += macko_sparse11_words(listed[other]) * 4;
         return at;
     };
-    uint32_t *const parts = (uint32_t *)(slab + MACKO_SPARSE11_PARTS_AT);
+    uint32_t *const words_at = (uint32_t *)(slab + MACKO_SPARSE11_SLICES_AT);
     if (from.lane < TILES) {
-        const int part = from.lane * MACKO_SLAB_SLICES + from.slice;
-        parts[part] = values_at | (listed[part] ? part_at(part) : (int)MACKO_SPARSE11_END_AT) << 16;
+        const int tile_slice = from.lane * MACKO_SLAB_SLICES + from.slice;
+        words_at[tile_slice] = values_at | (listed[tile_slice] ? list_of(tile_slice) : (int)MACKO_SPARSE11_END_AT)
+                                               << 16;
     }
-    if (from.slice == 0 && from.lane >= MACKO_SPARSE11_PARTS)
-        parts[from.lane] = from.lane == MACKO_SPARSE11_PARTS ? MACKO_SPARSE11_END : 0;
+    if (from.slice == 0 && from.lane >= MACKO_SLAB_TILE_SLICES)
+        words_at[from.lane] = from.lane == MACKO_SLAB_TILE_SLICES ? MACKO_SPARSE11_END : 0;
     const int end = (offset[1] - offset[0]) * MACKO_SLAB_UNIT;
     if (from.slice == 1)
-        for (int at = part_at(MACKO_SPARSE11_PARTS) + from.lane * 4; at < end; at += WARP * 4)
+        for (int at = list_of(MACKO_SLAB_TILE_SLICES) + from.lane * 4; at < end; at += WARP * 4)
             *(uint32_t *)(slab + at) = 0;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-        const int part = tile * MACKO_SLAB_SLICES + from.slice;
-        if (!listed[part]) continue;
-        uint32_t *const next = write_list(w, m.cols, from, tile, own.listed[tile], (uint32_t *)(slab + part_at(part)),
-                                          [](uint32_t place, uint32_t value) { return place << 16 | value; });
+        const int tile_slice = tile * MACKO_SLAB_SLICES + from.slice;
+        if (!listed[tile_slice]) continue;
+        uint32_t *const next =
+            write_list(w, m.cols, from, tile, own.listed[tile], (uint32_t *)(slab + list_of(tile_slice)),
+                       [](uint32_t place, uint32_t value) { return place << 16 | value; });
         if (from.lane == 0) *next = MACKO_SPARSE11_END;
     }
 }
@@ -223,12 +225,12 @@ __global__ void __launch_bounds__(THREADS)
         const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
         if (begin_col >= m.cols) return;
         if (tile == TILES / 2) place = start & 255, column = start >> 8 & 255;
-        const int part = tile * MACKO_SLAB_SLICES + from.slice;
-        const uint32_t where = ((const uint32_t *)(slab + MACKO_SPARSE11_PARTS_AT))[part];
+        const int tile_slice = tile * MACKO_SLAB_SLICES + from.slice;
+        const uint32_t where = ((const uint32_t *)(slab + MACKO_SPARSE11_SLICES_AT))[tile_slice];
         const uint8_t *const values = slab + (where & 0xffff) + column;
         uint32_t words[WORDS];
         for (int k = 0; k < WORDS; k++)
-            words[k] = ((const uint32_t *)(slab + part * MACKO_SPARSE11_SLICE_BYTES))[k * WARP + from.lane];
+            words[k] = ((const uint32_t *)(slab + tile_slice * MACKO_SPARSE11_SLICE_BYTES))[k * WARP + from.lane];
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
             uint32_t value[STEP_ELEMENTS];

@@ -28,9 +28,9 @@ struct Sparse8 {
                 .scales = check_scales(op, p[2], p[0], p.rows()),
                 .rows = p.rows(),
                 .cols = p.cols(),
-                .widest = int32_t(p.own(0)),
+                .widest = int32_t(p.number(0)),
                 .units = p[0].numel() * 2 / MACKO_SLAB_UNIT,
-                .kind = check_kind(op, p.own(1)),
+                .kind = check_kind(op, p.number(1)),
                 .dtype = dtype};
     }
 };
@@ -44,7 +44,7 @@ Made pack(const Tensor &w, const Ints &options) {
 
 } // namespace
 
-const Registered sparse8_layout(
-    slab_layout<Sparse8>({.name = "sparse8", .number = 9, .tensors = 3, .own = 3, .pack_options = 2, .pack = pack}));
+const Registered sparse8_layout(slab_layout<Sparse8>(
+    {.name = "sparse8", .number = 9, .tensors = 3, .numbers = 3, .pack_options = 2, .pack = pack}));
 
 } // namespace macko

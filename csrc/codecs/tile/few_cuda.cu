@@ -95,14 +95,14 @@ __global__ void __launch_bounds__(MMA_THREADS)
     __syncthreads();
     if (tile_index) return;
     const int64_t first_row = (int64_t)blockIdx.x * MACKO_SLAB_ROWS;
-    const int part = macko_slab_output_of(&task.y, first_row);
+    const int output = macko_slab_output_of(&task.y, first_row);
 #pragma unroll
     for (int octet = 0; octet < OCTETS; octet++) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
             for (int other = 0; other < MACKO_SLAB_TILES - 1; other++)
                 sums[octet][i] += others[((other * OCTETS + octet) * 4 + i) * 128 + slice * WARP + lane];
-        store_four(task, part, first_row, slice * WARP + lane, first_token / 8 + octet, sums[octet]);
+        store_four(task, output, first_row, slice * WARP + lane, first_token / 8 + octet, sums[octet]);
     }
 #endif
 }

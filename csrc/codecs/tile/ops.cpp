@@ -28,7 +28,7 @@ struct Tile {
                 .offsets = reads<int32_t>(p[1]),
                 .rows = p.rows(),
                 .cols = p.cols(),
-                .widest = int32_t(p.own(0)),
+                .widest = int32_t(p.number(0)),
                 .dtype = dtype,
                 .units = p[0].numel() * 2 / MACKO_SLAB_UNIT};
     }
@@ -37,12 +37,12 @@ struct Tile {
 Made lay_out(const Packed &canonical, const Ints &) {
     macko_tile_matrix m{};
     const Slabs s = lay_out_slabs<Tile>(canonical, m);
-    return {{s.data, s.offsets}, {tile_layout.number, m.rows, m.cols, m.widest, s.totals.stored, canonical.own(0)}};
+    return {{s.data, s.offsets}, {tile_layout.number, m.rows, m.cols, m.widest, s.totals.stored, canonical.number(0)}};
 }
 
 } // namespace
 
 const Registered
-    tile_layout(slab_layout<Tile>({.name = "tile", .number = 3, .tensors = 2, .own = 3, .lay_out = lay_out}));
+    tile_layout(slab_layout<Tile>({.name = "tile", .number = 3, .tensors = 2, .numbers = 3, .lay_out = lay_out}));
 
 } // namespace macko

@@ -135,14 +135,17 @@ cudaError_t macko_slab_scan_cuda(int64_t slabs, int32_t *offsets, macko_slab_tot
  *   many       the same for more tokens with wgmma, of at least one row, as the plan says (many_plan.h). workspace:
  *              device memory of plan->workspace_bytes, with any content
  *   many_plan  that plan
- *
- * Without wgmma, which 9.0 alone has, there is tile's `few` alone.
+ *   ring       the same from compute capability 8.0 on, fastest to some hundreds of tokens; workspace as above, of
+ *              macko_ring_workspace_bytes (ring_plan.h)
  */
 typedef struct macko_slab_many_plan macko_slab_many_plan;
 #define MACKO_SLAB_PRODUCTS(NAME)                                                                                      \
     cudaError_t macko_##NAME##_few_cuda(const macko_##NAME##_matrix *m, int64_t tokens, const void *x,                 \
                                         int64_t x_stride, const void *bias, const macko_slab_outputs *y,               \
                                         cudaStream_t stream);                                                          \
+    cudaError_t macko_##NAME##_ring_cuda(const macko_##NAME##_matrix *m, int64_t tokens, const void *x,                \
+                                         int64_t x_stride, const void *bias, const macko_slab_outputs *y,              \
+                                         void *workspace, cudaStream_t stream);                                        \
     cudaError_t macko_##NAME##_many_plan_cuda(const macko_##NAME##_matrix *m, int64_t tokens,                          \
                                               macko_slab_many_plan *plan);                                             \
     cudaError_t macko_##NAME##_many_cuda(const macko_##NAME##_matrix *m, int64_t tokens, const void *x,                \

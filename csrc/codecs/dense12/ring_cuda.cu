@@ -1,0 +1,11 @@
+// A few tokens on CUDA for dense12 where there is no wgmma: slab/ring_kernel.cuh.
+#include "../../slab/ring_launch.cuh"
+#include "codec.cuh"
+
+extern "C" cudaError_t macko_dense12_ring_cuda(const macko_dense12_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
+                                             const void *bias, const macko_slab_outputs *y, void *workspace,
+                                             cudaStream_t stream) {
+    return macko::with_weight(*m, [&](const auto &weight) {
+        return macko::multiply_ring(weight, tokens, x, x_stride, bias, *y, workspace, stream);
+    });
+}

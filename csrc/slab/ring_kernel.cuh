@@ -195,19 +195,27 @@ struct ring_fetch {
                 if (k == 0 || i + k * STEP < bytes) copy_async_ahead(to + thread * 16 + i + k * STEP, source + i + k * STEP);
     }
     __device__ __forceinline__ void tokens_of_slab() const {
-        const int col = ahead.column(), token = thread / WARP;
-        const uint8_t *source = x_from + col * 2;
-        const bool whole = col + MACKO_SLAB_COLS <= task.cols; // all of its columns are of the matrix
+        const int col = ahead.column();
+        if (col + MACKO_SLAB_COLS <= task.cols)
+            copy_tokens<true>(col);
+        else
+            copy_tokens<false>(col);
+    }
+    // WHOLE: all of the slab's columns are of the matrix.
+    template <bool WHOLE>
+    __device__ __forceinline__ void copy_tokens(int col) const {
+        const int left = tokens - (int)(thread / WARP);
         const int bytes = max(0, min(16, (task.cols - col - (int)(thread % WARP) * 8) * 2));
+        const uint8_t *row = WHOLE || bytes ? x_from + col * 2 : (const uint8_t *)task.x;
+        const int64_t step = WHOLE || bytes ? task.x_stride * (SHAPE::RING_WARPS * 2) : 0;
+        const uint32_t at = to + x_to;
 #pragma unroll
-        for (int other = 0; other < SHAPE::TOKENS; other += SHAPE::RING_WARPS)
-            if (other + token < tokens) {
-                const uint32_t at = to + x_to + other * SHAPE::X_ROW;
-                const uint8_t *row = source + other * task.x_stride * 2;
-                if (whole)
-                    copy_async<16>(at, row);
+        for (int other = 0; other < SHAPE::TOKENS; other += SHAPE::RING_WARPS, row += step)
+            if (other < left) {
+                if constexpr (WHOLE)
+                    copy_async<16>(at + other * SHAPE::X_ROW, row);
                 else
-                    copy_async_some(at, bytes ? row : (const uint8_t *)task.x, bytes);
+                    copy_async_some(at + other * SHAPE::X_ROW, row, bytes);
             }
     }
     // Of a group's tile that begins with column `col`: half 0 or 1.

@@ -40,7 +40,7 @@ cudaError_t multiply_ring(const slab_weight<CODEC> &w, int64_t tokens, const voi
     const int64_t row_blocks = macko_slab_row_blocks(w.rows), slabs = macko_slabs_across(w.cols);
     const macko_ring_problem problem = {row_blocks,     slabs,
                                         tokens,         w.widest,
-                                        device.num_sms, device.shared_bytes, CODEC::HALVES_TO > 0};
+                                        device.num_sms, ring_shared_bytes(device), CODEC::HALVES_TO > 0};
     macko_ring_shape shape;
     if (!macko_ring_shape_of(&problem, &shape)) return cudaErrorInvalidValue;
     ring_task<CODEC> task{};

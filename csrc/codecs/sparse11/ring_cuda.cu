@@ -1,5 +1,6 @@
 // A few tokens on CUDA for sparse11 where there is no wgmma: slab/ring_kernel.cuh.
 #include "../../slab/ring_launch.cuh"
+#include "../../slab/unpack_kernel.cuh"
 #include "codec.cuh"
 
 extern "C" cudaError_t macko_sparse11_ring_cuda(const macko_sparse11_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
@@ -7,5 +8,12 @@ extern "C" cudaError_t macko_sparse11_ring_cuda(const macko_sparse11_matrix *m, 
                                              cudaStream_t stream) {
     return macko::with_weight(*m, [&](const auto &weight) {
         return macko::multiply_ring(weight, tokens, x, x_stride, bias, *y, workspace, stream);
+    });
+}
+
+extern "C" cudaError_t macko_sparse11_unpack_by_ring(const macko_sparse11_matrix *m, int64_t first, int64_t count, void *w,
+                                                cudaStream_t stream) {
+    return macko::with_weight(*m, [&](const auto &weight) {
+        return macko::unpack_by_ring(weight, first, count, w, stream);
     });
 }

@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 VLLM_VENV ?= .venv-vllm
+VERSION ?= 5.0.0
+TRANSFORMERS_VENV ?= .venv-transformers-$(VERSION)
 
 # ENV is what building takes; DEMO and TOOLS have besides what make demo does, and what tests and lint do.
 ifeq ($(strip $(VENV)),)
@@ -21,11 +23,11 @@ endif
 # A dot where a command says nothing for three seconds.
 ALIVE := $(PYTHON) verify/alive.py
 
-.PHONY: help demo check test test-vllm build bench report lanes sanitize stress soak fuzz mutants docs lint format \
+.PHONY: help demo check test test-vllm test-transformers build bench report lanes sanitize stress soak fuzz mutants docs lint format \
     wheel clean
 
 help: ## what each target does
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
 	@echo "with PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH); VENV= for the environment that is there"
 	@echo "MACKO_CUDA=1 builds for GPUs where torch has no CUDA too, V=1 shows whole commands (docs/build.md)"
 
@@ -76,6 +78,16 @@ test-vllm: ## the vLLM plugin in a vLLM for CPUs, in $(VLLM_VENV): 4 GB, a quart
 	MACKO_CUDA=0 $(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py
 
+# What concerns transformers, with the libraries that are built here: TORCH is the torch of both.
+test-transformers: build ## those tests with the transformers of VERSION=5.0.0, in an environment of its own
+	test -x $(TRANSFORMERS_VENV)/bin/pytest || { \
+	    $(PYTHON) -m venv $(TRANSFORMERS_VENV) && \
+	    $(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1" && \
+	    $(TRANSFORMERS_VENV)/bin/python -m pip install --quiet "$(TORCH)" && \
+	    $(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --group test "transformers==$(VERSION)"; }
+	PYTHONPATH=$(CURDIR) $(TRANSFORMERS_VENV)/bin/python -m pytest tests/test_transformers.py tests/test_other_hands.py \
+	    tests/test_prune.py tests/test_cli.py
+
 bench: build $(TOOLS) ## decode times against dense, written to benchmarks/results/
 	$(PY) -m benchmarks.spmv --gpu
 
@@ -118,12 +130,12 @@ lint: $(TOOLS) ## ruff, mypy and clang-format: nothing is changed (make format d
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run --Werror $$(find csrc contrib -type f)
+	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run --Werror $$(find csrc contrib tests/toy16 -type f)
 
 format: $(TOOLS) ## what make lint finds in the form of Python, C and CUDA, mended
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(PY) -c 'from clang_format import clang_format; clang_format()' -i $$(find csrc contrib -type f)
+	$(PY) -c 'from clang_format import clang_format; clang_format()' -i $$(find csrc contrib tests/toy16 -type f)
 
 wheel: $(ENV) ## dist/macko-*.whl for every Python >= 3.10
 	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .

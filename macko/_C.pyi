@@ -1,2 +1,3 @@
 cuda_arches: str
+layouts: dict[str, int]
 cpu_path: str

@@ -1,0 +1,1 @@
+layouts: dict[str, int]

@@ -52,6 +52,9 @@ except ImportError as error:
 #: Architectures that the CUDA library was compiled for; empty where macko was built without it.
 cuda_arches: tuple[str, ...] = tuple(_C.cuda_arches.split())
 
+#: The number of each layout in headers, by name.
+layouts: dict[str, int] = _C.layouts
+
 #: The libraries that are loaded.
 _libraries: list[Any] = [_C]
 
@@ -67,6 +70,8 @@ else:
     try:
         from . import _C_cuda
 
+        if _C_cuda.layouts != _C.layouts:
+            raise ImportError(f"its layouts are {_C_cuda.layouts}, the CPU library's {_C.layouts}: build both again")
         _libraries.append(_C_cuda)
     except ImportError as error:
         cuda_missing = f"macko's CUDA library does not load under torch {torch.__version__}: {error}"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from macko.weights.formats import Sparse11Weight
+from macko.weights import Sparse11Weight
 from verify import exact
 
 

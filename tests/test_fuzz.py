@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from macko.weights.formats import FORMATS, SAVED
+from macko.weights import FORMATS, SAVED
 from verify import fuzz
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""A new layout is a file, a row in C and a class in Python: a copy of the source gets one, is built and put to use."""
+"""A new layout is a file in C and a class in Python: a copy of the source gets one, is built and put to use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import macko
 
@@ -34,7 +35,7 @@ const Tensor &matrix_of(const char *op, const Packed &p) {
     return p[0];
 }
 Made lay_out(const Packed &p, const Ints &) {
-    return {{flipped(canonical_layout.dense(p, true), 0)}, {MACKO_LAYOUT_TOY, p.rows(), p.cols(), p.own(0)}};
+    return {{flipped(canonical_layout.dense(p, true), 0)}, {10, p.rows(), p.cols(), p.own(0)}};
 }
 Tensor dense(const Packed &p, bool) { return flipped(matrix_of("dense", p), 0); }
 Tensor check(const Packed &p) {
@@ -54,12 +55,19 @@ Tensor linear(const Packed &p, const Tensor &x, const std::optional<Tensor> &bia
     return flipped(dense_linear(x, t, bias), -1);
 }
 } // namespace
-const Layout toy_layout = {
-    .name = "toy", .tensors = 1, .own = 1, .lay_out = lay_out, .dense = dense, .check = check, .linear = linear};
+const Registered toy_layout({.name = "toy", .number = 10, .tensors = 1, .own = 1,
+                             .lay_out = lay_out, .dense = dense, .check = check, .linear = linear});
 } // namespace macko
 """
 
-CLASS = """@dataclasses.dataclass(frozen=True, eq=False)
+#: macko/weights/toy.py
+CLASS = """import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+from torch import Tensor
+from .base import PackedWeight
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class ToyWeight(PackedWeight):
     format: ClassVar[str] = "toy"
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
@@ -69,16 +77,8 @@ class ToyWeight(PackedWeight):
     rows: int
     cols: int
     delta_bits: int = 4
-
 """
-TOY = "LAYOUT(TOY, toy_layout)"
-#: All that changes outside of the layout's own file: (file, what stands there once, what stands there then).
-ROWS = [
-    ("csrc/torch/path.h", "LAYOUT(SPARSE8, sparse8_layout)", "LAYOUT(SPARSE8, sparse8_layout) " + TOY),
-    ("macko/weights/formats.py", "#: Every format by name, ", CLASS + "#: Every format by name, "),
-    ("macko/weights/formats.py", "Dense8Weight, Sparse8Weight)", "Dense8Weight, Sparse8Weight, ToyWeight)"),
-]
-
+BUILD = ("setup.py", "--quiet", "build_ext", "--inplace")
 USE = r"""
 import copy, dataclasses, pytest, torch
 from torch import nn
@@ -121,30 +121,126 @@ with FakeTensorMode(), pytest.raises(NotImplementedError, match="lay_out: .* lay
     Toy.from_macko(MackoWeight.zeros(2, 3, torch.float32))
 """
 
+#: The codec's class; its folder is tests/toy16.
+CODEC_CLASS = """import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+import torch
+from torch import Tensor
+from typing_extensions import Self
+from .slab import _AT, SlabWeight
 
-@pytest.mark.slow
-def test_a_new_layout_is_a_file_and_two_rows(tmp_path: Path) -> None:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Toy16Weight(SlabWeight):
+    format: ClassVar[str] = "toy16"
+    of_dense: ClassVar[bool] = True
+    saved_dense: ClassVar[bool] = True
+    any_weight: ClassVar[bool] = True
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
+    counted: ClassVar[tuple[str, ...]] = ()
+    faults: ClassVar[Mapping[int, str]] = {1: f"{_AT}: element {{found}} is outside of the matrix and not 0"}
+    data: Tensor
+    rows: int
+    cols: int
+
+    @classmethod
+    def from_dense(cls, w: Tensor) -> Self:
+        cls._check_dtype(w.dtype)
+        tensors, header = torch.ops.macko.pack(w, cls.number, [])
+        return cls(*tensors, *header.tolist()[1:])
+
+    def _options(self) -> dict[str, int]:
+        return {}
+
+    def _values(self) -> Tensor:
+        return self.to_dense()
+
+"""
+
+USE_CODEC = r"""
+import copy, dataclasses, pytest, torch
+from torch import nn
+from macko.cli import main
+from macko import FORMATS, SparseLinear, load_model, save_model
+from macko.measure.doctor import self_test
+
+self_test(torch.device("cpu"), torch.bfloat16)
+Toy, devices = FORMATS["toy16"], ["cpu", *["cuda"] * torch.cuda.is_available()]
+whole = lambda *shape: torch.randint(-3, 4, shape)
+for device in devices:
+    for rows, cols in ((5, 7), (64, 256), (65, 257), (200, 520), (0, 4), (4, 0)):
+        for dtype in Toy.dtypes:
+            w, bias = whole(rows, cols).to(device, dtype), whole(rows).to(device, dtype)
+            toy = Toy.from_dense(w)
+            toy.validate()
+            assert torch.equal(toy.to_dense(), w) and torch.equal(toy.data.cpu(), Toy.from_dense(w.cpu()).data)
+            for tokens in (1, 3, 9, 20, 64, 65, 200):  # by the kernels for few and for many, where there are
+                x = whole(tokens, cols).to(device, dtype)
+                assert torch.equal(toy.linear(x, bias), nn.functional.linear(x, w, bias)), (device, w.shape, tokens)
+    dense = nn.Sequential(nn.Linear(128, 96), nn.Linear(96, 64)).to(device, torch.bfloat16)
+    model = nn.Sequential(*(SparseLinear.from_linear(layer, format="toy16") for layer in dense))
+    assert all(type(layer.packed) is Toy for layer in model)
+    x = torch.randn(3, 128, dtype=torch.bfloat16, device=device)
+    torch.testing.assert_close(model(x), dense(x))
+    save_model(model, "saved.safetensors")
+    loaded = load_model(copy.deepcopy(dense), "saved.safetensors")
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(loaded, dense))
+    merged = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(merged(x), model(x))
+    assert main(["inspect", "saved.safetensors"]) in (0, None)
+broken = model[0].packed.data.clone()
+broken[64 * 128 :].fill_(1)
+with pytest.raises(ValueError, match="not a toy16 weight: .* is outside of the matrix and not 0"):
+    dataclasses.replace(model[0].packed, data=broken).validate()
+with pytest.raises(ValueError, match="not a toy16 weight: .*data has 64 elements, expected"):
+    dataclasses.replace(model[0].packed, data=broken[:64]).validate()
+"""
+
+
+def copy_of_source(target: Path, kind: str, name: str) -> None:
+    """With a class more in Python."""
     if not (ROOT / "setup.py").exists():
         pytest.skip("macko is installed, its source is not here")
-    ignore = shutil.ignore_patterns("*.so", "_C_cuda*", "__pycache__")
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
     for folder in filter(Path.exists, map(ROOT.joinpath, ("csrc", "contrib", "macko", "build/objects"))):
-        shutil.copytree(folder, tmp_path / folder.relative_to(ROOT), ignore=ignore)
-    for told in (*tmp_path.glob("build/objects/*.cmd"), *tmp_path.glob("build/objects/_C/*.d")):
-        told.write_text(told.read_text().replace(str(ROOT), str(tmp_path)))
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    before = os.path.getmtime(table := tmp_path / "csrc/torch/path.h")
-    for name, old, new in ROWS:
-        text = (tmp_path / name).read_text()
-        assert text.count(old) == 1, name
-        (tmp_path / name).write_text(text.replace(old, new))
-    # A row at the end changes no other number: of the objects only that of the table itself has to be made anew.
-    os.utime(table, (before, before))
-    (tmp_path / "csrc/torch/library.cpp").touch()
+        shutil.copytree(folder, target / folder.relative_to(ROOT), ignore=ignore)
+    for told in (*target.glob("build/objects/*.cmd"), *target.glob("build/objects/_C*/*.d")):
+        told.write_text(told.read_text().replace(str(ROOT), str(target)))
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, target)
+    (target / "macko/weights" / f"{name}.py").write_text(kind)
+
+
+def run(folder: Path, *command: str, cuda: bool = False) -> None:
+    environment = {**os.environ, "MACKO_CUDA": str(int(cuda))}
+    ran = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.slow
+def test_a_new_layout_is_a_file_and_a_class(tmp_path: Path) -> None:
+    copy_of_source(tmp_path, CLASS, "toy")
     (tmp_path / "csrc/toy").mkdir()
     (tmp_path / "csrc/toy/ops.cpp").write_text(OPS)
     (tmp_path / "use.py").write_text(USE)
-    for command in (["setup.py", "--quiet", "build_ext", "--inplace"], ["use.py"]):
-        environment = {**os.environ, "MACKO_CUDA": "0"}
-        ran = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    run(tmp_path, *BUILD)
+    run(tmp_path, "use.py")
+    (tmp_path / "csrc/toy/ops.cpp").write_text(OPS.replace(".number = 10", ".number = 9"))
+    run(tmp_path, *BUILD)
+    with pytest.raises(AssertionError, match=r"ImportError: .*the number of the layout (toy|sparse8) is another one's"):
+        run(tmp_path, "-c", "import macko")
+
+
+@pytest.mark.slow
+def test_a_new_codec_is_a_folder_and_a_class(tmp_path: Path) -> None:
+    """The kernels of slabs multiply it: where there is nvcc they are compiled, where there is a GPU too they run."""
+    copy_of_source(tmp_path, CODEC_CLASS, "toy16")
+    shutil.copytree(ROOT / "tests/toy16", tmp_path / "csrc/codecs/toy16")
+    (tmp_path / "use.py").write_text(USE_CODEC)
+    nvcc = shutil.which("nvcc")
+    run(tmp_path, *BUILD, cuda=bool(nvcc and torch.cuda.is_available()))
+    run(tmp_path, "use.py")
+    for name in ("few", "many", "pack") if nvcc and not torch.cuda.is_available() else ():
+        command = [nvcc, "-std=c++17", "-cubin", "-arch=sm_90a", f"csrc/codecs/toy16/{name}_cuda.cu", "-o", os.devnull]
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -82,15 +82,42 @@ def test_the_environment_is_read() -> None:
 
 PATHS = ("spmv", "spmm", "few", "many", "sparse", "dense tiles", "dense rows")
 ROOM = """
-#include "path.h"
-int path(int layout, int dtype, const int64_t *w, int64_t tokens, const int *device, int64_t limit) {
-    const macko_path_weight weight = {(macko_layout_id)layout, (macko_dtype)dtype, w[0], w[1], w[2], w[3], w[4], w[5]};
+#include "codecs/dense12/dense12.h"
+#include "codecs/tile/tile.h"
+#include "torch/path.h"
+typedef struct weight {
+    int dtype, in_parts;
+    int64_t rows, cols, bytes, sparse_from, sparse_to;
+} weight;
+/* LAYOUTS' numbers; what a codec says of itself is in its ops.cpp. */
+int path(int layout, const weight *w, int64_t tokens, const int *device, int64_t limit) {
     const macko_path_device on = {device[0], device[1], device[2], limit >= 0, limit};
-    return macko_path_of(weight, tokens, on);
+    const int is_tile = layout == 3, is_dense12 = layout == 6;
+    const bool waits = is_tile ? w->bytes > MACKO_TILE_FOUR_STAGES : is_dense12 && w->cols > MACKO_DENSE12_FEW_COLS;
+    const int64_t few = macko_few_tokens(w->rows, w->in_parts, waits);
+    switch (layout) {
+    case 0: return macko_canonical_path((macko_dtype)w->dtype, w->rows, w->cols, w->bytes, tokens, on);
+    case 1: return macko_bitmap_path(w->cols, tokens, on);
+    case 2: return macko_sell_path(w->rows, w->cols, w->bytes, tokens, on);
+    case 4: return macko_ec_path(tokens);
+    case 5: return macko_slide_path(w->sparse_from, w->sparse_to, tokens);
+    default: return macko_slab_path(w->rows, w->cols, few, is_tile ? MACKO_TILE_MMA_TOKENS : 0, tokens, on);
+    }
 }
 """
 #: From what number of tokens on which path: what a kernel of it stands for is in csrc/torch/path.h.
 Paths = dict[int, str]
+
+
+class Weight(ctypes.Structure):
+    """As ROOM has it; bytes: canonical: entries, with padding; sell: of its slots; tile: of its largest slab."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("dtype", "in_parts")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "bytes", "sparse_from", "sparse_to")),
+    )
+
+
 Room = Callable[..., Paths]
 F16, BF16, F32 = range(3)
 CPU, OLD_CPU, HOPPER, OTHER_GPU = (0, 0, 1), (0, 0, 0), (1, 1, 0), (1, 0, 0)
@@ -101,7 +128,7 @@ END = 2**31
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
     """The path by tokens: a number for each place where it changes, all up to 1100 and around 2^31 tried."""
-    headers = Path(__file__).parent.parent / "csrc" / "torch"
+    headers = Path(__file__).parent.parent / "csrc"
     if not shutil.which("cc") or not headers.exists():
         pytest.skip("needs cc and the sources")
     target = tmp_path_factory.mktemp("room") / "room.so"
@@ -120,13 +147,12 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
         limit: int = -1,
         in_parts: bool = False,
     ) -> Paths:
-        weight = (ctypes.c_int64 * 6)(rows, cols, held, *sparse, in_parts)
+        weight = Weight(dtype, in_parts, rows, cols, held, *sparse)
         on = (ctypes.c_int * 3)(*device)
         found: Paths = {}
         for tokens in (*range(1100), 10**6, END - 1, END):
-            index = library.path(
-                LAYOUTS.index(layout), dtype, weight, ctypes.c_int64(tokens), on, ctypes.c_int64(limit)
-            )
+            about = ctypes.byref(weight), ctypes.c_int64(tokens), on, ctypes.c_int64(limit)
+            index = library.path(LAYOUTS.index(layout), *about)
             if not found or PATHS[index] != list(found.values())[-1]:
                 found[tokens] = PATHS[index]
         return found
@@ -177,7 +203,7 @@ def test_tile_has_a_kernel_for_few_and_one_for_many(room: Room) -> None:
     assert room("tile", HOPPER, held=22528) == room("tile", HOPPER) != room("tile", HOPPER, held=22529)
     assert room("tile", HOPPER, held=22529) == room("tile", HOPPER, rows=4097)
     assert room("tile", OTHER_GPU) == {0: "few", 513: "dense rows"}
-    assert room("tile", HOPPER, rows=0) == {0: "few", 513: "dense rows"}
+    assert room("tile", HOPPER, rows=0) == {0: "few", END: "dense rows"}
     assert room("tile", CPU) == room("tile", HOPPER, cols=0) == {0: "dense rows"}
     assert room("tile", HOPPER, limit=0) == room("tile", OTHER_GPU, limit=0) == {0: "few", 1: "dense rows"}
     assert room("tile", HOPPER, limit=100) == {0: "few", 65: "many", 101: "dense rows"}

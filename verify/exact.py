@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import macko
 from benchmarks.timing import append_jsonl, commit
 from macko import SparseLinear
-from macko.weights.formats import Dense12Weight, MackoWeight, PackedWeight, Sparse11Weight, TileWeight
+from macko.weights import Dense12Weight, MackoWeight, PackedWeight, Sparse11Weight, TileWeight
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/cpu/exact.jsonl"
 KINDS: tuple[type[PackedWeight], ...] = (Dense12Weight, Sparse11Weight, TileWeight)

@@ -44,7 +44,7 @@ import macko
 from macko import FORMATS, EcWeight, MackoWeight, SparseLinear
 from macko.cli import main as command
 from macko.files import VERSION, Checkpoint, as_extra_state
-from macko.weights.formats import SAVED, Macko8Weight, PackedWeight, SellWeight, SlideWeight, described
+from macko.weights import SAVED, Macko8Weight, PackedWeight, SellWeight, SlideWeight
 from tests.common import as_8_bits, as_bitmask, compressed_config, random_weight
 
 PACKAGE = Path(macko.__file__).parent
@@ -91,7 +91,7 @@ def honest() -> list[PackedWeight]:
     w[:, ::2] = 0
     made += [FORMATS["sparse11"].from_dense(w.to(dtype)) for dtype in (torch.bfloat16, torch.float16)]
     in_bytes = [FORMATS[name].from_dense(w, kind) for name in ("dense8", "sparse8") for kind in (0, 1)]
-    made += [*in_bytes, *(weight.to_saved() for weight in in_bytes)]
+    made += [*in_bytes, *map(Macko8Weight.from_bytes, in_bytes)]
     perm = torch.arange(9, dtype=torch.int32).expand(2, 9).contiguous()
     block = torch.tensor([[0, 0, 0, 9, 0, 0, 1, 0]], dtype=torch.int32)
     made.append(SellWeight(torch.zeros(0).half(), torch.zeros(256).short(), block, perm, 9, 20, 3, 8, 0, 0))
@@ -300,7 +300,7 @@ def use(packed: PackedWeight) -> None:
     if isinstance(packed, Macko8Weight):
         if rows * cols > SMALL:
             return
-        packed = packed.held()
+        packed = packed.materialized()
     _ = packed.density, packed.stored, packed.nbytes, packed.label
     for tokens in (1, 3):
         packed.linear(torch.ones(tokens, cols, dtype=packed.dtype), torch.ones(rows, dtype=packed.dtype))
@@ -378,7 +378,7 @@ def import_all() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, tensors = Path(name), {f"layer.{key}": t for key, t in weight.tensors().items()}
         (folder / "model.safetensors").write_bytes(file_bytes(random.Random(0), tensors, {"format": "pt"}, False))
-        layers = {"layer": described(MackoWeight, weight.sizes())}
+        layers = {"layer": weight.about()}
         as_pretrained(folder, weight, {"quant_method": "macko", "version": VERSION, "layers": layers})
         assert read_pretrained(pretrained_class(), folder)
 
@@ -441,9 +441,8 @@ def run_case(
     weight = choose.choice([weight for weight in weights if weight.format == kind])
     tensors: Tensors = dict(weight.tensors())
     way = choose.choice(("file", "file", "fields", "state"))
-    sizes: Sizes = described(type(weight), weight.sizes())
-    if way == "fields":
-        sizes = {"format": kind, **weight.sizes()}
+    of_fields: Sizes = {"format": kind, **weight.sizes()}
+    sizes = of_fields if way == "fields" else weight.about() or of_fields
     honest_header = way != "file" or choose.random() < 0.75
     for _ in range(choose.choice((1, 1, 1, 2, 3)) if honest_header or choose.random() < 0.2 else 0):
         choose.choice((change_sizes, change_tensors))(choose, sizes, tensors)

@@ -35,9 +35,7 @@ from torch import Tensor
 import macko
 from benchmarks.timing import append_jsonl, commit
 from macko import FORMATS, EcWeight, MackoWeight, _library
-from macko.weights.codes import KINDS, TYPES
-from macko.weights.formats import (
-    PART_ROWS,
+from macko.weights import (
     ByteWeight,
     Dense12Weight,
     PackedWeight,
@@ -45,6 +43,8 @@ from macko.weights.formats import (
     SlideWeight,
     TileWeight,
 )
+from macko.weights.base import PART_ROWS
+from macko.weights.codes import KINDS, TYPES
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results"
 #: Rows, columns and density. Of eight columns, for norms and gates; rings of stages that wrap several times, by columns

@@ -14,6 +14,9 @@
 #endif
 
 namespace macko {
+
+extern const Registered ec_layout;
+
 namespace {
 
 #ifndef USE_CUDA
@@ -272,7 +275,7 @@ struct Packing {
         counts = to_device(w, l.starts, {MACKO_EC_MAX_SETS, plan.tiles, 2}, ScalarType::Long);
         plan.counts = data<int64_t>(counts);
         Made packed{{values, deltas, bases, indptr, rows, tile_ptr, sets, col_order},
-                    {MACKO_LAYOUT_EC, plan.rows, plan.cols}};
+                    {ec_layout.number, plan.rows, plan.cols}};
         packed.header.insert(packed.header.end(), given.begin(), given.end());
         const macko_ec_matrix m = matrix_of("pack", packed);
 #ifdef USE_CUDA
@@ -499,8 +502,7 @@ Tensor linear(const Packed &p, const Tensor &x, const std::optional<Tensor> &bia
     check_tokens(op, x, "block_values", values, m.cols);
     const auto bias = checked_bias(op, bias_any, "block_values", values, values.scalar_type(), m.rows);
     const DeviceOf guard(values);
-    if (macko_path_of({.layout = MACKO_LAYOUT_EC}, num_tokens(x), {}) == MACKO_PATH_SPMV)
-        return spmv(m, values, x, data_of(bias), with_last(x, m.rows));
+    if (macko_ec_path(num_tokens(x)) == MACKO_PATH_SPMV) return spmv(m, values, x, data_of(bias), with_last(x, m.rows));
     // More tokens: dense rows for the time of one product. They cost a read and a write of the dense bytes.
 #ifdef USE_CUDA
     return dense_linear(x, unpack(m, values), bias);
@@ -516,20 +518,21 @@ Tensor ec_spmv(const Tensor &block_values, const Tensor &delta_indices, const Te
                const Tensor &col_order, int64_t rows, int64_t cols, const Tensor &x) {
     const Tensor tensors[] = {block_values, delta_indices, base_indices, block_indptr,
                               row_indices,  tile_ptr,      sets,         col_order};
-    const int64_t header[] = {MACKO_LAYOUT_EC, rows, cols};
+    const int64_t header[] = {ec_layout.number, rows, cols};
     const macko_ec_matrix m = matrix_of("ec_spmv", {tensors, header});
     check_vector("ec_spmv", x, "block_values", block_values, cols);
     const DeviceOf guard(block_values);
     return spmv(m, block_values, x, nullptr, {rows});
 }
 
-const Layout ec_layout = {.name = "ec",
-                          .tensors = 8,
-                          .own = 7,
-                          .pack_options = 7,
-                          .pack = pack,
-                          .dense = dense,
-                          .check = check,
-                          .linear = linear};
+const Registered ec_layout({.name = "ec",
+                            .number = 4,
+                            .tensors = 8,
+                            .own = 7,
+                            .pack_options = 7,
+                            .pack = pack,
+                            .dense = dense,
+                            .check = check,
+                            .linear = linear});
 
 } // namespace macko

@@ -1,7 +1,13 @@
 // The bitmap layout's ops: check, allocate, call. For the CPU alone, so the CUDA library has hardly anything of this file.
 #ifdef USE_CUDA
 #include "../torch/packed.h"
-const macko::Layout macko::bitmap_layout = {.name = "bitmap", .tensors = 3, .own = 1};
+namespace macko {
+const Registered bitmap_layout({.name = "bitmap",
+                                .number = 1,
+                                .tensors = 3,
+                                .own = 1,
+                                .instead = "is for the CPU, on a GPU use the format macko, sell or tile"});
+}
 #else
 #include <algorithm>
 #include <vector>
@@ -12,6 +18,9 @@ const macko::Layout macko::bitmap_layout = {.name = "bitmap", .tensors = 3, .own
 #include "bitmap.h"
 
 namespace macko {
+
+extern const Registered bitmap_layout;
+
 namespace {
 
 int64_t mean_row(const macko_bitmap &m) {
@@ -59,8 +68,7 @@ void multiply(const char *op, const macko_bitmap &m, const Tensor &x, int64_t to
         const macko_fault fault = first_fault(m.rows, mean_row(m) * tokens, body);
         if (fault.kind) fail_for(op, fault, m);
     };
-    const macko_path path = macko_path_of({.layout = MACKO_LAYOUT_BITMAP, .cols = m.cols}, tokens,
-                                          {.has_vectors = macko_best_cpu_path() != MACKO_SCALAR});
+    const macko_path path = macko_bitmap_path(m.cols, tokens, {.has_vectors = macko_best_cpu_path() != MACKO_SCALAR});
     if (path == MACKO_PATH_SPMV)
         return rows([&](int64_t begin, int64_t end) {
             return macko_bitmap_spmv_cpu(&m, x.const_data_ptr(), tokens, data_of(bias), begin, end,
@@ -107,7 +115,7 @@ Made lay_out(const Packed &canonical, const Ints &) {
     for_rows(m.rows, entries_per_row, [&](int64_t begin, int64_t end) {
         macko_bitmap_pack_cpu(&m, begin, end, pointers, values.mutable_data_ptr(), writes<uint8_t>(bits));
     });
-    return {{values, bits, row_ptr}, {MACKO_LAYOUT_BITMAP, m.rows, m.cols, canonical.own(0)}};
+    return {{values, bits, row_ptr}, {bitmap_layout.number, m.rows, m.cols, canonical.own(0)}};
 }
 
 Made to_canonical(const Packed &p) {
@@ -138,7 +146,7 @@ Made to_canonical(const Packed &p) {
                                  values.mutable_data_ptr(), writes<uint8_t>(deltas));
         }
     });
-    return {{values, deltas, row_ptr}, {MACKO_LAYOUT_CANONICAL, m.rows, m.cols, delta_bits}};
+    return {{values, deltas, row_ptr}, {canonical_layout.number, m.rows, m.cols, delta_bits}};
 }
 
 Tensor dense(const Packed &p, bool) { // nobody waits for a look at the content here
@@ -178,14 +186,15 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 
 } // namespace
 
-const Layout bitmap_layout = {.name = "bitmap",
-                              .tensors = 3,
-                              .own = 1,
-                              .lay_out = lay_out,
-                              .to_canonical = to_canonical,
-                              .dense = dense,
-                              .check = check,
-                              .linear = linear};
+const Registered bitmap_layout({.name = "bitmap",
+                                .number = 1,
+                                .tensors = 3,
+                                .own = 1,
+                                .lay_out = lay_out,
+                                .to_canonical = to_canonical,
+                                .dense = dense,
+                                .check = check,
+                                .linear = linear});
 
 } // namespace macko
 #endif

@@ -73,9 +73,7 @@ macko_path path_of(const macko_matrix &m, int64_t tokens) {
 #else
     constexpr bool is_gpu = false;
 #endif
-    return macko_path_of(
-        {.layout = MACKO_LAYOUT_CANONICAL, .dtype = m.dtype, .rows = m.rows, .cols = m.cols, .held = m.capacity},
-        tokens, {.is_gpu = is_gpu});
+    return macko_canonical_path(m.dtype, m.rows, m.cols, m.capacity, tokens, {.is_gpu = is_gpu});
 }
 
 Made pack(const Tensor &w_any, const Ints &options) {
@@ -132,7 +130,7 @@ Made pack(const Tensor &w_any, const Ints &options) {
                              values.mutable_data_ptr(), writes<uint8_t>(deltas));
     });
 #endif
-    return {{values, deltas, row_ptr}, {MACKO_LAYOUT_CANONICAL, rows, cols, widths[best]}};
+    return {{values, deltas, row_ptr}, {canonical_layout.number, rows, cols, widths[best]}};
 }
 
 Tensor dense(const Packed &p, bool check) {
@@ -208,7 +206,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 Tensor spmv(const Tensor &values, const Tensor &deltas, const Tensor &row_ptr, int64_t cols, const Tensor &x_any,
             int64_t delta_bits) {
     const Tensor tensors[] = {values, deltas, row_ptr};
-    const int64_t header[] = {MACKO_LAYOUT_CANONICAL, std::max<int64_t>(0, row_ptr.numel() - 1), cols, delta_bits};
+    const int64_t header[] = {canonical_layout.number, std::max<int64_t>(0, row_ptr.numel() - 1), cols, delta_bits};
     const macko_matrix m = checked_matrix("spmv", {tensors, header});
     check_vector("spmv", x_any, "values", values, cols);
     const DeviceOf guard(values);
@@ -264,13 +262,14 @@ void check_content(const char *op, const macko_matrix &m, const Tensor &values) 
     if (fault.kind) fail_for(op, fault, m);
 }
 
-const Layout canonical_layout = {.name = "macko",
-                                 .tensors = 3,
-                                 .own = 1,
-                                 .pack_options = 1,
-                                 .pack = pack,
-                                 .dense = dense,
-                                 .check = check,
-                                 .linear = linear};
+const Registered canonical_layout({.name = "macko",
+                                   .number = 0,
+                                   .tensors = 3,
+                                   .own = 1,
+                                   .pack_options = 1,
+                                   .pack = pack,
+                                   .dense = dense,
+                                   .check = check,
+                                   .linear = linear});
 
 } // namespace macko

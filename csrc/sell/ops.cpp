@@ -10,6 +10,9 @@
 #include "sell.h"
 
 namespace macko {
+
+extern const Registered sell_layout;
+
 namespace {
 
 constexpr int BLOCK_FIELDS = sizeof(macko_sell_block) / sizeof(int32_t);
@@ -73,11 +76,8 @@ void check_token(const char *op, const char *name, const Tensor &x, const Tensor
 
 macko_path path_of(const macko_sell_matrix &m, int64_t tokens) {
     const int *limit = macko_knob(MACKO_KNOB_STREAM_TOKENS);
-    return macko_path_of({.layout = MACKO_LAYOUT_SELL,
-                          .rows = m.rows,
-                          .cols = m.cols,
-                          .held = m.slots * macko_sell_slot_bytes(m.gap_bits)},
-                         tokens, {.is_gpu = true, .has_limit = !!limit, .limit = limit ? *limit : 0});
+    return macko_sell_path(m.rows, m.cols, m.slots * macko_sell_slot_bytes(m.gap_bits), tokens,
+                           {.is_gpu = true, .has_limit = !!limit, .limit = limit ? *limit : 0});
 }
 
 // y of a shape that holds tokens * m.rows elements = x W^T + bias, all checked; of one token also with a norm.
@@ -161,7 +161,7 @@ Made lay_out(const Packed &canonical, const Ints &options) {
     if (!shape.stages)
         fail(op, "a vector of ", cols, " columns does not fit the ", device.shared_per_block,
              " bytes of shared memory of this GPU: use the macko format");
-    Tensor perm = torch::stable::new_empty(values, {2, rows}, ScalarType::Int);
+    Tensor perm = torch::stable::new_empty(values, {sell_layout.number, rows}, ScalarType::Int);
     auto *perm_data = writes<int32_t>(perm);
     Tensor starts = torch::stable::new_empty(values, {rows + 1}, ScalarType::Long);
     Tensor line = torch::stable::new_empty(values, {rows}, ScalarType::Long);
@@ -193,7 +193,7 @@ Made lay_out(const Packed &canonical, const Ints &options) {
     Tensor scratch = torch::stable::new_empty(values, {2, stored}, ScalarType::Short);
     auto *scratch_data = writes<uint16_t>(scratch);
     Made packed{{data, bases, blocks, perm},
-                {MACKO_LAYOUT_SELL, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.own(0)}};
+                {2, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.own(0)}};
     const macko_sell_matrix s = matrix_of(op, packed);
     STD_CUDA_CHECK(macko_sell_write_cuda(&m, &s, starts_data, scratch_data, scratch_data + stored,
                                          writes<uint8_t>(data), writes<uint16_t>(bases), stream));
@@ -249,17 +249,24 @@ std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &p
 
 } // namespace
 
-const Layout sell_layout = {.name = "sell",
-                            .tensors = 4,
-                            .own = 5,
-                            .lay_out_options = 3,
-                            .lay_out = lay_out,
-                            .dense = dense,
-                            .linear = linear,
-                            .linear_parts = linear_parts,
-                            .norm_linear = norm_linear};
+const Registered sell_layout({.name = "sell",
+                              .number = 2,
+                              .tensors = 4,
+                              .own = 5,
+                              .lay_out_options = 3,
+                              .lay_out = lay_out,
+                              .dense = dense,
+                              .linear = linear,
+                              .linear_parts = linear_parts,
+                              .norm_linear = norm_linear});
 
 } // namespace macko
 #else
-const macko::Layout macko::sell_layout = {.name = "sell", .tensors = 4, .own = 5};
+namespace macko {
+const Registered sell_layout({.name = "sell",
+                              .number = 2,
+                              .tensors = 4,
+                              .own = 5,
+                              .instead = "is for a GPU, on the CPU use the format macko or bitmap"});
+}
 #endif

@@ -28,14 +28,6 @@ typedef struct slice_plan {
     int rows;
 } slice_plan;
 
-/* Lanes by length, the shortest first, of equal ones the lower lane first. */
-static inline void sort_lanes(const int lengths[MACKO_SLAB_LANES], uint8_t sorted[MACKO_SLAB_LANES]) {
-    int places[HALF_MOST + 2] = {0};
-    for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) places[lengths[lane] + 1]++;
-    for (int length = 0; length < HALF_MOST; length++) places[length + 1] += places[length];
-    for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) sorted[places[lengths[lane]]++] = (uint8_t)lane;
-}
-
 /* Of a slice whose lanes have so many values in each tile. */
 static inline slice_plan plan_columns(int counts[MACKO_SLAB_TILES][MACKO_SLAB_LANES]) {
     slice_plan plan = {.rows = 0};
@@ -49,8 +41,8 @@ static inline slice_plan plan_columns(int counts[MACKO_SLAB_TILES][MACKO_SLAB_LA
         plan.heads[lane] = (uint8_t)heads[lane];
         plan.tails[lane] = (uint8_t)(counts[2][lane] + counts[3][lane]);
     }
-    sort_lanes(heads, columns);
-    sort_lanes(missing, lanes);
+    sort_lanes(heads, HALF_MOST, columns);
+    sort_lanes(missing, HALF_MOST, lanes);
     for (int i = 0; i < MACKO_SLAB_LANES; i++) {
         const int column = columns[i], lane = lanes[i], length = heads[column] + plan.tails[lane];
         plan.starts[lane][0] = (uint8_t)heads[column];

@@ -32,6 +32,7 @@
 #include "../core/sm90.cuh"
 #include "codec.cuh"
 #include "few_plan.h"
+#include "multiply.h"
 
 namespace macko {
 namespace {
@@ -336,10 +337,42 @@ __device__ __forceinline__ void prefetch_scales(const float *scales, int64_t fir
     if (threadIdx.x < MACKO_SLAB_ROWS / 32 && row < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + row));
 }
 
+// Of a split row block what the other blocks have sent, and the block's own sums. Of many sums y is whole: there are no
+// registers for more.
+template <int TOKENS, class CODEC>
+__device__ __forceinline__ void add_up_split(const few_task<CODEC> &task, const few_memory &memory,
+                                             const few_split *splits, int rank, int left, int nth, bool second) {
+    using SHAPE = few_shape<TOKENS, CODEC>;
+    constexpr int SUMS = TOKENS / 2;
+    const few_split split = splits[second];
+    const int way = rank - split.first, chunk = 1 << split.chunk_bits;
+    const int threads = max(0, min(chunk, WARPGROUP - (way << split.chunk_bits)));
+    const uint32_t full = memory.sums_full + second * 8;
+    if (threadIdx.x == 0) sm90::barrier_arrive_expect_tx(full, threads * (SUMS / 4) * 16 * (split.ways - 1));
+    sm90::barrier_wait(full, 0);
+    const int64_t first_row = (int64_t)(left + nth + second) * MACKO_SLAB_ROWS;
+    const int output = SHAPE::MANY_SUMS ? 0 : macko_slab_output_of(&task.y, first_row);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (SUMS / 4) << split.chunk_bits; i += SHAPE::WARPGROUPS * WARPGROUP) {
+        const int at = (way << split.chunk_bits) + (i & (chunk - 1));
+        if (at >= WARPGROUP) continue;
+        float sum[4] = {};
+#pragma unroll 1
+        for (int other = 0; other < split.ways; other++) {
+            float next[4];
+            load_sums(next,
+                      memory.split_sums + second * task.area + ((other * (SUMS / 4) << split.chunk_bits) + i) * 16);
+            for (int k = 0; k < 4; k++) sum[k] += next[k];
+        }
+        store_four(task, output, first_row, at, i >> split.chunk_bits, sum);
+    }
+}
+
 // A consumer warpgroup: a tile of every slab, or half of every other one. In order: the first tile is prepared; stages
 // are multiplied (the main loop); the four warpgroups' sums, and with split-K those of other blocks, meet in shared
-// memory and are stored. The phases are lambdas and not functions of their own, as ptxas orders the instructions of
-// functions in another way.
+// memory and are stored. The main loops and what follows them are no functions of their own: with these, whether of a
+// struct or of references as lambdas have them, ptxas 13.0 takes the same 96 registers and spills none, but uniform
+// registers and the order of instructions are others, and 64 tokens take 8 instructions more (dense8).
 template <class CODEC, int TOKENS>
 __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_memory &memory, int cluster, int rank,
                                         int warpgroup) {
@@ -612,32 +645,10 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
             }
         }
     }
-    // Split row blocks: what the others have sent.
     if (rounds > work.whole) sync_consumers(); // the block's own sums are there
     for (int round = work.whole; round < rounds; round++) {
         const bool second = round > work.whole;
-        const few_split split = splits[second];
-        const int way = rank - split.first, chunk = 1 << split.chunk_bits;
-        const int own = max(0, min(chunk, WARPGROUP - (way << split.chunk_bits)));
-        const uint32_t full = memory.sums_full + second * 8;
-        if (threadIdx.x == 0) sm90::barrier_arrive_expect_tx(full, own * (SUMS / 4) * 16 * (split.ways - 1));
-        sm90::barrier_wait(full, 0);
-        const int64_t first_row = (int64_t)(work.left + nth + second) * MACKO_SLAB_ROWS;
-        const int part = part_of(first_row);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < (SUMS / 4) << split.chunk_bits; i += SHAPE::WARPGROUPS * WARPGROUP) {
-            const int at = (way << split.chunk_bits) + (i & (chunk - 1));
-            if (at >= WARPGROUP) continue;
-            float sum[4] = {};
-#pragma unroll 1
-            for (int other = 0; other < split.ways; other++) {
-                float next[4];
-                load_sums(next,
-                          memory.split_sums + second * task.area + ((other * (SUMS / 4) << split.chunk_bits) + i) * 16);
-                for (int k = 0; k < 4; k++) sum[k] += next[k];
-            }
-            store_four(task, part, first_row, at, i >> split.chunk_bits, sum);
-        }
+        add_up_split<TOKENS>(task, memory, splits, rank, work.left, nth, second);
     }
 }
 
@@ -757,10 +768,10 @@ cudaError_t plan_of(int row_blocks, int slabs, int widest, int token_bytes, cons
 }
 
 template <class CODEC, int TOKENS>
-cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                   const macko_slab_outputs &y, const device_info &device, cudaStream_t stream) {
+cudaError_t launch(const slab_weight<CODEC> &w, const slab_product &p, const device_info &device) {
     using SHAPE = few_shape<TOKENS, CODEC>;
-    if (tokens > TOKENS || (SHAPE::MANY_SUMS && y.output[1].rows))
+    const int64_t tokens = p.tokens;
+    if (tokens > TOKENS || (SHAPE::MANY_SUMS && p.y.output[1].rows))
         return cudaErrorInvalidValue; // for the kernel for many
     const int slabs = (int)macko_slabs_across(w.cols), row_blocks = (int)macko_slab_row_blocks(w.rows);
     // Not all TOKENS: rows of a box that are not in the tensor take long to fill (H200, 33 tokens of 64: by half again).
@@ -771,7 +782,7 @@ cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, i
     if (error) return error;
     // Of 9 to 16 tokens, which fill as many: so the number of tokens does not matter.
     if constexpr (TOKENS == 16 && TOKENS == CODEC::HALVES_TO)
-        if (plan.stages < GOOD_HALVES) return launch<CODEC, 32>(w, tokens, x, x_stride, bias, y, device, stream);
+        if (plan.stages < GOOD_HALVES) return launch<CODEC, 32>(w, p, device);
     few_task<CODEC> task{};
     task.offsets = w.offsets;
     task.data = w.data;
@@ -796,20 +807,21 @@ cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, i
     task.cluster = plan.cluster;
     task.tokens = (int)tokens;
     task.token_bytes = token_bytes;
-    task.bias = bias;
-    task.y = y;
+    task.bias = p.bias;
+    task.y = p.y;
     task.rows = w.rows;
     task.area = plan.area;
     task.weights = w.constants;
     // One TMA load for all tokens of a slab is faster than four (H200, most at 32 tokens), but the last tile has to be
     // whole.
     task.boxes = w.cols % MACKO_SLAB_TILE_COLS ? MACKO_SLAB_TILES : 1;
-    error = task.boxes == 1 ? sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x,
-                                                    {MACKO_SLAB_TILE_COLS, tokens, w.cols / MACKO_SLAB_TILE_COLS},
-                                                    {x_stride * 2, MACKO_SLAB_TILE_COLS * 2},
-                                                    {MACKO_SLAB_TILE_COLS, tokens_8, MACKO_SLAB_TILES})
-                            : sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, x, {w.cols, tokens, 1},
-                                                    {x_stride * 2, x_stride * 2}, {MACKO_SLAB_TILE_COLS, tokens_8, 1});
+    error = task.boxes == 1
+                ? sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.x,
+                                        {MACKO_SLAB_TILE_COLS, tokens, w.cols / MACKO_SLAB_TILE_COLS},
+                                        {p.x_stride * 2, MACKO_SLAB_TILE_COLS * 2},
+                                        {MACKO_SLAB_TILE_COLS, tokens_8, MACKO_SLAB_TILES})
+                : sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.x, {w.cols, tokens, 1},
+                                        {p.x_stride * 2, p.x_stride * 2}, {MACKO_SLAB_TILE_COLS, tokens_8, 1});
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -819,25 +831,30 @@ cudaError_t launch(const slab_weight<CODEC> &w, int64_t tokens, const void *x, i
     config.gridDim = dim3((unsigned)plan.grid);
     config.blockDim = dim3(SHAPE::THREADS);
     config.dynamicSmemBytes = plan.shared_bytes;
-    config.stream = stream;
+    config.stream = p.stream;
     config.attrs = attributes;
-    config.numAttrs = may_use_pdl(stream, SHAPE::THREADS) ? 2 : 1;
+    config.numAttrs = may_use_pdl(p.stream, SHAPE::THREADS) ? 2 : 1;
     return cudaLaunchKernelEx(&config, slab_few_kernel<CODEC, TOKENS>, task);
 }
 
-// A product, by the kernel for as many tokens as are together in a block.
+// By the kernel for as many tokens as are together in a block.
 template <class CODEC>
-cudaError_t multiply_few(const slab_weight<CODEC> &weight, int64_t tokens, const void *x, int64_t x_stride,
-                         const void *bias, const macko_slab_outputs &y, cudaStream_t stream) {
-    if (!weight.rows || !tokens) return cudaSuccess;
+cudaError_t multiply_few(const slab_weight<CODEC> &weight, const slab_product &p) {
+    if (!weight.rows || !p.tokens) return cudaSuccess;
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
-    const auto run = tokens <= 8    ? launch<CODEC, 8>
-                     : tokens <= 16 ? launch<CODEC, 16>
-                     : tokens <= 32 ? launch<CODEC, 32>
-                                    : launch<CODEC, 64>;
-    return run(weight, tokens, x, x_stride, bias, y, device, stream);
+    const auto run = p.tokens <= 8    ? launch<CODEC, 8>
+                     : p.tokens <= 16 ? launch<CODEC, 16>
+                     : p.tokens <= 32 ? launch<CODEC, 32>
+                                      : launch<CODEC, 64>;
+    return run(weight, p, device);
 }
 
 } // namespace
+
+template <class MATRIX>
+cudaError_t slab_few(const MATRIX &m, const slab_product &p) {
+    return with_weight(m, [&](const auto &weight) { return multiply_few(weight, p); });
+}
+
 } // namespace macko

@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "many_kernel.cuh"
+#include "multiply.h"
 
 namespace macko {
 
@@ -51,28 +52,24 @@ cudaError_t find_clusters(int widest, const device_info &device, macko_slab_many
 template <class CODEC>
 struct many_args {
     const slab_weight<CODEC> &weight;
-    int64_t tokens;
-    const void *x;
-    int64_t x_stride;
-    const void *bias;
-    const macko_slab_outputs &y;
+    const slab_product &product;
     const macko_slab_many_plan &plan;
     void *workspace;
-    cudaStream_t stream;
 };
 
 template <class CODEC, class SHAPE>
 cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
     const slab_weight<CODEC> &m = args.weight;
     const macko_slab_many_plan &plan = args.plan;
+    const slab_product &p = args.product;
     many_task<CODEC> task{};
     task.data = m.data;
     task.offsets = m.offsets;
-    task.bias = args.bias;
-    task.parts = args.y;
-    for (const macko_slab_output &part : args.y.output) task.plain |= part.rows % 8 || (uintptr_t)part.y % 16;
+    task.bias = p.bias;
+    task.parts = p.y;
+    for (const macko_slab_output &part : p.y.output) task.plain |= part.rows % 8 || (uintptr_t)part.y % 16;
     task.rows = m.rows;
-    task.tokens = (int)args.tokens;
+    task.tokens = (int)p.tokens;
     task.schedule = plan.schedule;
     task.units = (int)std::min<int64_t>(m.units, INT32_MAX);
     task.mean = (float)m.units / macko_slab_count(m.rows, m.cols);
@@ -86,19 +83,19 @@ cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
     if (!macko_slab_many_fit_stages(SHAPE::plain(), m.widest, device.shared_bytes, &task.stages))
         return cudaErrorInvalidValue;
     // A box that reaches beyond the last token takes longer, so the last ones have another (H200: clearly).
-    task.last_tokens = (int)(args.tokens - (plan.schedule.token_tiles - 1) * (int64_t)SHAPE::TOKENS);
+    task.last_tokens = (int)(p.tokens - (plan.schedule.token_tiles - 1) * (int64_t)SHAPE::TOKENS);
     const auto map_tokens = [&](CUtensorMap *map, int box) {
-        return sm90::make_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.x, m.cols, args.tokens,
-                                     args.x_stride * 2, MACKO_SLAB_TILE_COLS, box);
+        return sm90::make_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.x, m.cols, p.tokens, p.x_stride * 2,
+                                     MACKO_SLAB_TILE_COLS, box);
     };
     cudaError_t error = map_tokens(&task.x, SHAPE::BOX);
     task.last_x = task.x;
     if (const int last_box = task.last_tokens % SHAPE::BOX; !error && last_box)
         error = map_tokens(&task.last_x, last_box);
-    for (int i = 0; i < MACKO_SLAB_MOST_OUTPUTS && args.y.output[i].rows && !task.plain && !error; i++) {
-        const macko_slab_output &part = args.y.output[i];
-        error = sm90::make_tensor_map(&task.y[i], CU_TENSOR_MAP_DATA_TYPE_UINT16, (uint16_t *)part.y + args.y.begins[i],
-                                      part.rows, args.tokens, part.rows * 2, MACKO_SLAB_ROWS, SHAPE::OUT_BOX);
+    for (int i = 0; i < MACKO_SLAB_MOST_OUTPUTS && p.y.output[i].rows && !task.plain && !error; i++) {
+        const macko_slab_output &part = p.y.output[i];
+        error = sm90::make_tensor_map(&task.y[i], CU_TENSOR_MAP_DATA_TYPE_UINT16, (uint16_t *)part.y + p.y.begins[i],
+                                      part.rows, p.tokens, part.rows * 2, MACKO_SLAB_ROWS, SHAPE::OUT_BOX);
     }
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};
@@ -109,9 +106,9 @@ cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
     config.gridDim = dim3((unsigned)(plan.schedule.clusters * MACKO_SLAB_CLUSTER_BLOCKS));
     config.blockDim = dim3(SHAPE::THREADS);
     config.dynamicSmemBytes = macko_slab_many_shared_bytes(SHAPE::plain(), task.stages);
-    config.stream = args.stream;
+    config.stream = p.stream;
     config.attrs = attributes;
-    config.numAttrs = may_use_pdl(args.stream, SHAPE::THREADS) ? 2 : 1;
+    config.numAttrs = may_use_pdl(p.stream, SHAPE::THREADS) ? 2 : 1;
     return cudaLaunchKernelEx(&config, slab_many_kernel<CODEC, SHAPE>, task);
 }
 
@@ -163,15 +160,21 @@ cudaError_t plan_many(const slab_weight<CODEC> &weight, int64_t tokens, macko_sl
     return cudaSuccess;
 }
 
-template <class CODEC>
-cudaError_t multiply_many(const slab_weight<CODEC> &weight, int64_t tokens, const void *x, int64_t x_stride,
-                          const void *bias, const macko_slab_outputs &y, const macko_slab_many_plan &plan,
-                          void *workspace, cudaStream_t stream) {
-    if (!weight.rows || !tokens) return cudaSuccess;
-    device_info device;
-    if (const cudaError_t error = current_device(&device)) return error;
-    return run(many_args<CODEC>{weight, tokens, x, x_stride, bias, y, plan, workspace, stream}, device);
+} // namespace
+
+template <class MATRIX>
+cudaError_t slab_many_plan(const MATRIX &m, int64_t tokens, macko_slab_many_plan *plan) {
+    return with_weight(m, [&](const auto &weight) { return plan_many(weight, tokens, plan); });
 }
 
-} // namespace
+template <class MATRIX>
+cudaError_t slab_many(const MATRIX &m, const slab_product &p, const macko_slab_many_plan &plan, void *workspace) {
+    if (!m.rows || !p.tokens) return cudaSuccess;
+    device_info device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    return with_weight(m, [&](const auto &weight) {
+        return run(many_args<typename std::decay_t<decltype(weight)>::codec>{weight, p, plan, workspace}, device);
+    });
+}
+
 } // namespace macko

@@ -75,14 +75,13 @@ typedef struct macko_slab_many_way {
     int rows, tokens, split_k, split;
 } macko_slab_many_way;
 
-struct macko_slab_many_plan {
+typedef struct macko_slab_many_plan {
     /* Of device memory, with any content: flags [share][2][row block], uint64, then partial sums [share][2][row block]
      * of macko_slab_partial_bytes. */
     int64_t workspace_bytes;
     macko_slab_many_shape shape;
     macko_slab_schedule schedule;
-};
-typedef struct macko_slab_many_plan macko_slab_many_plan;
+} macko_slab_many_plan;
 /* The fastest plan, or the one that goes this way if `way` is not NULL. False where there is none; rows, cols, tokens >
  * 0. */
 bool macko_slab_many_choose(const macko_slab_many_problem *problem, const macko_slab_many_way *way,

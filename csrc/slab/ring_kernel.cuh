@@ -152,8 +152,8 @@ struct ring_fetch {
     uint32_t thread, x_to;       // within its ring; where its first chunk of x goes in a stage
     const uint8_t *x_from;
 
-    __device__ __forceinline__ ring_fetch(const ring_task<CODEC> &task, int begin, int end, uint32_t base, int ring_index,
-                                          int token_block)
+    __device__ __forceinline__ ring_fetch(const ring_task<CODEC> &task, int begin, int end, uint32_t base,
+                                          int ring_index, int token_block)
         : task(task), ahead(begin, end, task.shares.slabs) {
         more = ring_index == 0 || ahead.advance(ring_index);
         ring = to = base + ring_index * task.stages * task.stage_bytes;
@@ -192,7 +192,8 @@ struct ring_fetch {
         for (int i = 0; i < bytes; i += UNROLLED * STEP)
 #pragma unroll
             for (int k = 0; k < UNROLLED; k++)
-                if (k == 0 || i + k * STEP < bytes) copy_async_ahead(to + thread * 16 + i + k * STEP, source + i + k * STEP);
+                if (k == 0 || i + k * STEP < bytes)
+                    copy_async_ahead(to + thread * 16 + i + k * STEP, source + i + k * STEP);
     }
     __device__ __forceinline__ void tokens_of_slab() const {
         const int col = ahead.column();
@@ -240,9 +241,8 @@ struct ring_fetch {
         } else {
             for (int stage = 0; stage < task.stages; stage++)
                 for (int token = tokens + thread / WARP; token < SHAPE::TOKENS; token += SHAPE::RING_WARPS)
-                    store_shared_16(ring + stage * task.stage_bytes + task.x_at + token * SHAPE::X_ROW +
-                                        thread % WARP * 16,
-                                    zeros);
+                    store_shared_16(
+                        ring + stage * task.stage_bytes + task.x_at + token * SHAPE::X_ROW + thread % WARP * 16, zeros);
         }
     }
     // The slab that `to` has been filled with is followed by the ring's next one.
@@ -273,7 +273,8 @@ struct ring_product {
     float sums[SHAPE::EIGHTS][4], odd[4]; // of 8 tokens, whose steps would wait for each other: those of odd steps
     uint32_t a[4][4];
 
-    __device__ __forceinline__ ring_product(const ring_task<CODEC> &task, int tile, int slice, int lane, uint32_t halves_)
+    __device__ __forceinline__ ring_product(const ring_task<CODEC> &task, int tile, int slice, int lane,
+                                            uint32_t halves_)
         : task(task), reader(task.weights, tile, slice, lane) {
         const uint32_t matrix = lane / 8, row = lane % 8;
         const uint32_t token = SHAPE::EIGHTS == 1 ? row : matrix / 2 * 8 + row;
@@ -410,14 +411,15 @@ struct ring_exchange {
     }
     // What the blocks before have of the row block that begins with this slab. By each group before its last stage has
     // come: then it is mostly there, and nothing waits for it.
-    __device__ __forceinline__ void take(ring_product<CODEC, SHAPE> &product, int row_begin, int group, int tokens) const {
+    __device__ __forceinline__ void take(ring_product<CODEC, SHAPE> &product, int row_begin, int group,
+                                         int tokens) const {
         for (int other = block; macko_ring_share_at(&task.shares, other) > row_begin;) {
             other--;
             uint64_t found;
             do {
                 asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flags + other) : "memory");
             } while (found != task.epoch);
-            product.own(group, tokens, [&](int eight, float(&s)[4]) { product.add(s, *of(other, eight)); });
+            product.own(group, tokens, [&](int eight, float (&s)[4]) { product.add(s, *of(other, eight)); });
         }
     }
     // A graph launches this again, with the same epoch. By one thread, when all have taken.
@@ -444,8 +446,8 @@ __device__ __forceinline__ void ring_store(const ring_task<CODEC> &task, int64_t
 #pragma unroll
         for (int i = 0; i < 2; i++)
             if (token + i < task.tokens)
-                y[i * output.rows + k * 8] = from_float<T>(CODEC::SCALED ? sum[2 * k + i] * scale + bias
-                                                                         : sum[2 * k + i] + bias);
+                y[i * output.rows + k * 8] =
+                    from_float<T>(CODEC::SCALED ? sum[2 * k + i] * scale + bias : sum[2 * k + i] + bias);
     }
 }
 
@@ -503,18 +505,16 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(1024) uint8_t shared[];
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
-    const int group = warp / MACKO_SLAB_SLICES, slice = warp % MACKO_SLAB_SLICES,
-              ring_index = warp / SHAPE::RING_WARPS,
+    const int group = warp / MACKO_SLAB_SLICES, slice = warp % MACKO_SLAB_SLICES, ring_index = warp / SHAPE::RING_WARPS,
               tile = SHAPE::PAIRS ? group % 2 * 2 : group, thread = threadIdx.x % SHAPE::GROUP_THREADS;
     // The token blocks of the same slabs side by side: the first brings them to L2.
     const int token_block = blockIdx.x % task.token_blocks, block = blockIdx.x / task.token_blocks;
     const int begin = (int)macko_ring_share_at(&task.shares, block),
               end = (int)macko_ring_share_at(&task.shares, block + 1);
-    const uint32_t base = shared_address(shared),
-                   after_rings = base + SHAPE::RINGS * task.stages * task.stage_bytes,
+    const uint32_t base = shared_address(shared), after_rings = base + SHAPE::RINGS * task.stages * task.stage_bytes,
                    halves = after_rings + group * 2 * SHAPE::HALF_BYTES;
-    auto *const meeting = (float4 *)(shared + (after_rings - base) +
-                                     (SHAPE::X_IN_HALVES ? SHAPE::GROUPS * 2 * SHAPE::HALF_BYTES : 0));
+    auto *const meeting =
+        (float4 *)(shared + (after_rings - base) + (SHAPE::X_IN_HALVES ? SHAPE::GROUPS * 2 * SHAPE::HALF_BYTES : 0));
     ring_fetch<CODEC, SHAPE> fetch(task, begin, end, base, ring_index, token_block);
     const int tokens = fetch.tokens;
     if (fetch.more) fetch.slab(); // weights may come before the previous kernel has ended
@@ -554,7 +554,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
         if (gives) {
             exchange.give(product, group, tokens);
         } else {
-            product.own(group, tokens, [&](int eight, const float(&s)[4]) {
+            product.own(group, tokens, [&](int eight, const float (&s)[4]) {
                 ring_store(task, here.row_block, token_block * MACKO_RING_MOST_TOKENS + eight * 8, thread, s);
             });
             if (takes && threadIdx.x == 0) exchange.clear_taken(row_begin);

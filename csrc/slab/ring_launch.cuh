@@ -1,6 +1,7 @@
 // The launch of the kernel of rings (ring_kernel.cuh), of any codec.
 #pragma once
 
+#include "multiply.h"
 #include "ring_kernel.cuh"
 
 namespace macko {
@@ -32,32 +33,30 @@ cudaError_t launch_ring_of(ring_task<CODEC> &task, const macko_ring_shape &shape
 }
 
 template <class CODEC>
-cudaError_t multiply_ring(const slab_weight<CODEC> &w, int64_t tokens, const void *x, int64_t x_stride, const void *bias,
-                          const macko_slab_outputs &y, void *workspace, cudaStream_t stream) {
-    if (!w.rows || !tokens) return cudaSuccess;
+cudaError_t multiply_ring(const slab_weight<CODEC> &w, const slab_product &p, void *workspace) {
+    if (!w.rows || !p.tokens) return cudaSuccess;
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
     const int64_t row_blocks = macko_slab_row_blocks(w.rows), slabs = macko_slabs_across(w.cols);
-    const macko_ring_problem problem = {row_blocks,     slabs,
-                                        tokens,         w.widest,
-                                        device.num_sms, ring_shared_bytes(device), CODEC::HALVES_TO > 0};
+    const macko_ring_problem problem = {
+        row_blocks, slabs, p.tokens, w.widest, device.num_sms, ring_shared_bytes(device), CODEC::HALVES_TO > 0};
     macko_ring_shape shape;
     if (!macko_ring_shape_of(&problem, &shape)) return cudaErrorInvalidValue;
     ring_task<CODEC> task{};
     task.data = w.data;
     task.offsets = w.offsets;
-    task.x = (const uint16_t *)x;
-    task.x_stride = x_stride;
-    task.bias = bias;
-    task.y = y;
+    task.x = (const uint16_t *)p.x;
+    task.x_stride = p.x_stride;
+    task.bias = p.bias;
+    task.y = p.y;
     task.rows = w.rows;
-    task.token_blocks = (int)ceil_div(tokens, MACKO_RING_MOST_TOKENS);
+    task.token_blocks = (int)ceil_div(p.tokens, MACKO_RING_MOST_TOKENS);
     task.shares = macko_ring_shares_of(&problem, &shape, task.token_blocks);
     const int64_t blocks = (int64_t)task.shares.blocks * task.token_blocks;
     task.partials = (float4 *)workspace;
     task.flags = (uint64_t *)((uint8_t *)workspace + blocks * shape.tokens * MACKO_SLAB_ROWS * 4);
     task.epoch = ++ring_launches * 0x9e3779b97f4a7c15ull; // what a workspace that nobody has cleared will not hold
-    task.tokens = (int)tokens;
+    task.tokens = (int)p.tokens;
     task.cols = (int)w.cols;
     task.slab_units = w.widest;
     task.stages = shape.stages;
@@ -66,12 +65,18 @@ cudaError_t multiply_ring(const slab_weight<CODEC> &w, int64_t tokens, const voi
     task.mean = (float)w.units / task.shares.all_slabs;
     task.weights = w.constants;
     switch (shape.tokens) {
-    case 8: return launch_ring_of<CODEC, 8>(task, shape, device, stream);
-    case 16: return launch_ring_of<CODEC, 16>(task, shape, device, stream);
-    case 32: return launch_ring_of<CODEC, 32>(task, shape, device, stream);
-    default: return launch_ring_of<CODEC, 64>(task, shape, device, stream);
+    case 8: return launch_ring_of<CODEC, 8>(task, shape, device, p.stream);
+    case 16: return launch_ring_of<CODEC, 16>(task, shape, device, p.stream);
+    case 32: return launch_ring_of<CODEC, 32>(task, shape, device, p.stream);
+    default: return launch_ring_of<CODEC, 64>(task, shape, device, p.stream);
     }
 }
 
 } // namespace
+
+template <class MATRIX>
+cudaError_t slab_ring(const MATRIX &m, const slab_product &p, void *workspace) {
+    return with_weight(m, [&](const auto &weight) { return multiply_ring(weight, p, workspace); });
+}
+
 } // namespace macko

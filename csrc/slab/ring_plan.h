@@ -10,9 +10,9 @@
 #include "slab.h"
 
 enum {
-    MACKO_RING_WARPS = 16,        /* of a block, one block an SM */
-    MACKO_RING_MOST_TOKENS = 64,  /* of a block */
-    MACKO_RING_MOST_STAGES = 4,   /* of a ring: more fill more slowly, and are no faster (H100, 4096 x 4096: 15.8 us with
+    MACKO_RING_WARPS = 16,       /* of a block, one block an SM */
+    MACKO_RING_MOST_TOKENS = 64, /* of a block */
+    MACKO_RING_MOST_STAGES = 4,  /* of a ring: more fill more slowly, and are no faster (H100, 4096 x 4096: 15.8 us with
                                      seven, 14.1 with four) */
     MACKO_RING_SUMS_BYTES = 2048, /* of eight tokens' sums of one of four warps that share a row block's elements */
 };
@@ -47,6 +47,16 @@ typedef struct macko_ring_shares {
 MACKO_SLAB_FN int64_t macko_ring_share_at(const macko_ring_shares *s, int block) {
     if (s->ways) return (int64_t)(block / s->ways) * s->slabs + (int64_t)(block % s->ways) * s->give;
     return block * s->all_slabs / s->blocks;
+}
+
+/*
+ * Up to how many tokens this kernel is taken, by blocks of 64: more go through dense rows and the library's product. By
+ * count some 420 on an A100 and a 3090, 740 and more on a 4090, 5090 and L40S (docs/kernels.md). GPUs of 9 and 10, whose
+ * tensor cores mma.sync uses to half, have it measured: 128 tokens take 1.6 times F.linear's time on an H100, 256 take 2.7,
+ * and dense rows 2.2 and less.
+ */
+MACKO_SLAB_FN int64_t macko_ring_tokens_of(int major) {
+    return major == 9 || major == 10 ? 192 : 512;
 }
 
 MACKO_SLAB_FN int macko_ring_tokens(int64_t tokens) {

@@ -107,9 +107,11 @@ MACKO_SLAB_FN int macko_slab_output_of(const macko_slab_outputs *outputs, int64_
 
 /* What packing has to tell the host before it can allocate data. */
 typedef struct macko_slab_totals {
-    int64_t units;  /* of data; over INT32_MAX the matrix is too large */
-    int64_t widest; /* units of the largest slab */
-    int64_t stored; /* values */
+    int64_t units;   /* of data; over INT32_MAX the matrix is too large */
+    int64_t widest;  /* units of the largest slab */
+    int64_t stored;  /* values */
+    int64_t listed;  /* of codecs with lists, the elements in them */
+    int64_t fullest; /* of these in the list of a slab, at most */
 } macko_slab_totals;
 
 #ifdef __CUDACC__
@@ -124,33 +126,6 @@ typedef struct macko_slab_totals {
  * pointers are device pointers. */
 cudaError_t macko_slab_scan_cuda(int64_t slabs, int32_t *offsets, macko_slab_totals *totals, cudaStream_t stream);
 
-/*
- * The products of macko_NAME_matrix, a layout of slabs:
- *
- *   few        y [tokens, rows] = x [tokens, cols] W^T + bias; bias [rows] may be NULL. One launch, same bits
- *              every run. With wgmma at most 64 tokens, else cudaErrorInvalidValue (torch/path.h decides). cols > 0.
- *              Rows of x begin every x_stride elements; x is 16-byte aligned and x_stride a multiple of 8 (TMA wants
- *              it). May start before the kernel before it in the stream is done (PDL, programmatic dependent launch):
- *              that one must not write the weight
- *   many       the same for more tokens with wgmma, of at least one row, as the plan says (many_plan.h). workspace:
- *              device memory of plan->workspace_bytes, with any content
- *   many_plan  that plan
- *   ring       the same from compute capability 8.0 on, fastest to some hundreds of tokens; workspace as above, of
- *              macko_ring_workspace_bytes (ring_plan.h)
- */
-typedef struct macko_slab_many_plan macko_slab_many_plan;
-#define MACKO_SLAB_PRODUCTS(NAME)                                                                                      \
-    cudaError_t macko_##NAME##_few_cuda(const macko_##NAME##_matrix *m, int64_t tokens, const void *x,                 \
-                                        int64_t x_stride, const void *bias, const macko_slab_outputs *y,               \
-                                        cudaStream_t stream);                                                          \
-    cudaError_t macko_##NAME##_ring_cuda(const macko_##NAME##_matrix *m, int64_t tokens, const void *x,                \
-                                         int64_t x_stride, const void *bias, const macko_slab_outputs *y,              \
-                                         void *workspace, cudaStream_t stream);                                        \
-    cudaError_t macko_##NAME##_many_plan_cuda(const macko_##NAME##_matrix *m, int64_t tokens,                          \
-                                              macko_slab_many_plan *plan);                                             \
-    cudaError_t macko_##NAME##_many_cuda(const macko_##NAME##_matrix *m, int64_t tokens, const void *x,                \
-                                         int64_t x_stride, const void *bias, const macko_slab_outputs *y,              \
-                                         const macko_slab_many_plan *plan, void *workspace, cudaStream_t stream)
 #endif
 
 #ifdef __cplusplus

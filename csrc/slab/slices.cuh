@@ -94,6 +94,27 @@ struct listed_ranks {
     }
 };
 
+// A warp writes the list of a slice of a tile of w from `next` on, by step, lane and element: entry(place, value) of each
+// element that has bit 8 step + i in its lane's `listed`. Gives where the list ends.
+template <class ENTRY>
+__device__ __forceinline__ uint32_t *write_list(const uint16_t *w, int64_t cols, const slice_of &from, int tile,
+                                                uint32_t listed, uint32_t *next, const ENTRY &entry) {
+    for (int step = 0; step < MACKO_SLAB_GROUPS / 2; step++) {
+        const uint32_t mask = listed >> STEP_ELEMENTS * step & 255;
+        const listed_ranks ranks(mask, from.lane);
+        uint32_t *to = next + ranks.before;
+        for (int i = 0; mask >> i; i++) { // few lanes have any
+            if (!(mask >> i & 1)) continue;
+            const int e = i % MACKO_SLAB_QUAD, j = 2 * step + i / MACKO_SLAB_QUAD;
+            const int64_t row = from.row + macko_slab_row(from.lane, e);
+            const int64_t col = from.col + tile * MACKO_SLAB_TILE_COLS + macko_slab_col(from.lane, j, e);
+            *to++ = entry((uint32_t)(step << 8 | from.lane << 3 | i), (uint32_t)w[row * cols + col]);
+        }
+        next += ranks.all;
+    }
+    return next;
+}
+
 // counts[h] += elements of which find(element, count) calls count(h); for a thread block of COUNT_THREADS. Each lane has a
 // column of counters, so no two of a warp count in one bank.
 template <int HIGHS, class FIND>
@@ -125,39 +146,6 @@ __device__ __forceinline__ void count_elements(const uint16_t *w, int64_t elemen
 inline unsigned count_blocks(int64_t elements) {
     const int64_t blocks = ceil_div(elements, COUNT_THREADS * 64), most = 1024;
     return (unsigned)(blocks < most ? blocks : most);
-}
-
-// Dense rows of a slice of a tile in shared memory, 8 elements more than they need: so neither the pairs that are
-// written nor the 16 bytes that are read meet in a bank.
-constexpr int DENSE_STRIDE = MACKO_SLAB_TILE_COLS + 8;
-
-// A warp stores them from begin_col on, those of rows [first, stop), to w, of which the first row is `first`. whole: all
-// rows are among these, and w can be stored to 16 bytes at a time.
-__device__ __forceinline__ void store_dense(const uint16_t *room, const slice_of &from, int64_t begin_col,
-                                            int64_t first, int64_t stop, int64_t cols, bool whole, uint16_t *w) {
-    const uint4 *rows = (const uint4 *)room + from.lane / 8 * (DENSE_STRIDE / 8) + from.lane % 8;
-    uint16_t *const out = w + (from.row + from.lane / 8 - first) * cols + begin_col + from.lane % 8 * 8;
-    for (int four = 0; four < SLICE_ROWS; four += 4) {
-        const uint4 *const eight = rows + four * (DENSE_STRIDE / 8);
-        if (whole && begin_col + MACKO_SLAB_TILE_COLS <= cols) {
-            *(uint4 *)(out + four * cols) = *eight;
-            continue;
-        }
-        const int64_t r = from.row + four + from.lane / 8, c = begin_col + from.lane % 8 * 8;
-        for (int k = 0; k < 8; k++)
-            if (r >= first && r < stop && c + k < cols) out[four * cols + k] = ((const uint16_t *)eight)[k];
-    }
-}
-
-// Launches a kernel that unpacks, with a thread block for each slab that has some of the rows [first, first + count).
-template <class MATRIX>
-cudaError_t launch_unpack(void (*kernel)(MATRIX, int64_t, int64_t, uint16_t *), const MATRIX &m, int64_t first,
-                          int64_t count, void *w, cudaStream_t stream) {
-    if (!count || !m.cols) return cudaSuccess;
-    const int64_t blocks = (first + count - 1) / MACKO_SLAB_ROWS - first / MACKO_SLAB_ROWS + 1;
-    kernel<<<(unsigned)(blocks * macko_slabs_across(m.cols)), THREADS, 0, stream>>>(m, first, first + count,
-                                                                                    (uint16_t *)w);
-    return cudaGetLastError();
 }
 
 } // namespace macko

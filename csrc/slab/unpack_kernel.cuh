@@ -3,6 +3,7 @@
 // a row, and store 16 bytes at a time.
 #pragma once
 
+#include "multiply.h"
 #include "ring_kernel.cuh"
 
 namespace macko {
@@ -122,7 +123,9 @@ cudaError_t unpack_by_ring(const slab_weight<CODEC> &m, int64_t first, int64_t c
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<slab_unpack_kernel<CODEC>>(device, 100);
     if (error) return error;
-    const int64_t first_block = first / MACKO_SLAB_ROWS, row_blocks = (first + count - 1) / MACKO_SLAB_ROWS - first_block + 1;
+    if (device.major < 8) return cudaErrorNoKernelImageForDevice;
+    const int64_t first_block = first / MACKO_SLAB_ROWS,
+                  row_blocks = (first + count - 1) / MACKO_SLAB_ROWS - first_block + 1;
     ring_task<CODEC> task{};
     task.data = m.data;
     task.offsets = m.offsets;
@@ -132,7 +135,9 @@ cudaError_t unpack_by_ring(const slab_weight<CODEC> &m, int64_t first, int64_t c
     task.slab_units = m.widest;
     task.x_at = task.stage_bytes = m.widest * MACKO_SLAB_UNIT;
     // Two blocks an SM where two stages of each fit: one decodes and stores while the other waits.
-    const auto stages_in = [&](int bytes) { return std::min(4, (bytes - MACKO_SLAB_OVERREAD) / std::max(1, task.stage_bytes)); };
+    const auto stages_in = [&](int bytes) {
+        return std::min(4, (bytes - MACKO_SLAB_OVERREAD) / std::max(1, task.stage_bytes));
+    };
     const int shared_bytes = ring_shared_bytes(device);
     const int half = std::min(shared_bytes, (device.shared_per_sm - device.shared_bytes + shared_bytes) / 2 - 1024);
     const int blocks = stages_in(half) < 2 ? 1 : 2;
@@ -144,11 +149,17 @@ cudaError_t unpack_by_ring(const slab_weight<CODEC> &m, int64_t first, int64_t c
     task.mean = (float)m.units / macko_slab_count(m.rows, m.cols);
     task.weights = m.constants;
     const unpacked_rows to = {(uint16_t *)w, first, first + count, m.cols, m.cols % 8 == 0 && (uintptr_t)w % 16 == 0};
-    slab_unpack_kernel<CODEC><<<(unsigned)task.shares.blocks, unpack_shape::THREADS,
-                                task.stages * task.stage_bytes + MACKO_SLAB_OVERREAD, stream>>>(
-        task, (int)first_block * task.shares.slabs, to);
+    slab_unpack_kernel<CODEC>
+        <<<(unsigned)task.shares.blocks, unpack_shape::THREADS, task.stages * task.stage_bytes + MACKO_SLAB_OVERREAD,
+           stream>>>(task, (int)first_block * task.shares.slabs, to);
     return cudaGetLastError();
 }
 
 } // namespace
+
+template <class MATRIX>
+cudaError_t slab_unpack(const MATRIX &m, int64_t first, int64_t count, void *w, cudaStream_t stream) {
+    return with_weight(m, [&](const auto &weight) { return unpack_by_ring(weight, first, count, w, stream); });
+}
+
 } // namespace macko

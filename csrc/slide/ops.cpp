@@ -11,6 +11,9 @@
 #endif
 
 namespace macko {
+
+extern const Registered slide_layout;
+
 namespace {
 
 void check_n(const char *op, int64_t n) {
@@ -223,7 +226,7 @@ Made pack(const Tensor &w_any, const Ints &options) {
              " (columns ", first.group * 2 * n, " to ", first.group * 2 * n + 2 * n - 1, ") has ", first.count,
              " non-zeros, expected at most ", 2 * n - 2);
     return {{packed, scale, torch::stable::new_empty(packed, {0, 0, 0})},
-            {MACKO_LAYOUT_SLIDE, rows, cols, n, options[1], source_dtype, 0, 0, dropped}};
+            {slide_layout.number, rows, cols, n, options[1], source_dtype, 0, 0, dropped}};
 }
 
 // The codes: the weight itself for 16-bit types, the weight over scale for 8-bit ones.
@@ -254,8 +257,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
     const ScalarType dtype = element_of(op, p.own(1));
     const int64_t tokens = num_tokens(x_any);
     // One op for both weights, so that a compiled graph for any number of tokens has no branch.
-    const macko_path path =
-        macko_path_of({.layout = MACKO_LAYOUT_SLIDE, .sparse_from = p.own(3), .sparse_to = p.own(4)}, tokens, {});
+    const macko_path path = macko_slide_path(p.own(3), p.own(4), tokens);
     const bool takes_dense = path == MACKO_PATH_DENSE_TILES;
     const int64_t n = takes_dense ? 0 : n_packed;
     const macko_slide_weight weight = weight_in(op, p, takes_dense);
@@ -321,7 +323,13 @@ Tensor slide_gemm(const Tensor &lifted_any, const Tensor &token_scale_any, const
         lifted, out_dtype);
 }
 
-const Layout slide_layout = {
-    .name = "slide", .tensors = 3, .own = 5, .pack_options = 4, .pack = pack, .dense = dense, .linear = linear};
+const Registered slide_layout({.name = "slide",
+                               .number = 5,
+                               .tensors = 3,
+                               .own = 5,
+                               .pack_options = 4,
+                               .pack = pack,
+                               .dense = dense,
+                               .linear = linear});
 
 } // namespace macko

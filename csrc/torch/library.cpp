@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 
+#include "layouts.h"
 #include "packed.h"
 #include "tensors.h"
 #ifdef USE_CUDA
@@ -13,13 +14,14 @@
 namespace macko {
 namespace {
 
-#define ADDRESS(id, layout) &layout,
-constexpr std::array<const Layout *, MACKO_NUM_LAYOUTS> LAYOUTS = {MACKO_LAYOUTS(ADDRESS)};
-#undef ADDRESS
+// By number. Each file with a layout puts it there when the library is loaded.
+constinit std::array<const Layout *, MACKO_MOST_LAYOUTS> layouts{};
+constinit const char *twice = nullptr; // the name of one that found its number taken
 
-const Layout &layout_numbered(const char *op, int64_t id) {
-    if (id < 0 || id >= MACKO_NUM_LAYOUTS) fail(op, "layout is ", id, ", expected 0 to ", MACKO_NUM_LAYOUTS - 1);
-    return *LAYOUTS[id];
+const Layout &layout_numbered(const char *op, int64_t number) {
+    if (number >= 0 && number < MACKO_MOST_LAYOUTS && layouts[number]) return *layouts[number];
+    const auto there = std::count_if(layouts.begin(), layouts.end(), [](const Layout *layout) { return layout; });
+    fail(op, "layout is ", number, ", expected 0 to ", there - 1);
 }
 
 // The layout's row of the table, for tensors and a header that are as many as it has.
@@ -36,13 +38,7 @@ const Layout &layout_of(const char *op, const Packed &p) {
 template <typename Function>
 Function which(const char *op, const Layout &layout, Function function) {
     if (function) return function;
-#ifdef USE_CUDA
-    if (&layout == &bitmap_layout)
-        fail(op, "the bitmap layout is for the CPU, on a GPU use the format macko, sell or tile");
-#else
-    if (&layout == &sell_layout) fail(op, "the sell layout is for a GPU, on the CPU use the format macko or bitmap");
-#endif
-    fail(op, "the ", layout.name, " layout has no such kernel here");
+    fail(op, "the ", layout.name, " layout ", layout.instead);
 }
 
 void check_options(const char *op, const Ints &options, size_t wanted) {
@@ -204,11 +200,19 @@ Tensor gated_linear(const Tensor &gate_any, const Tensor &up_any, const std::vec
     return linear(p, x, bias);
 #else
     (void)gate_any, (void)up_any, (void)bias;
-    fail(op, "the ", layout.name, " layout has no such kernel here");
+    fail(op, "the ", layout.name, " layout ", layout.instead);
 #endif
 }
 
 } // namespace
+
+Registered::Registered(const Layout &layout) : Layout(layout) {
+    const bool in_table = number >= 0 && number < MACKO_MOST_LAYOUTS;
+    if (in_table && !layouts[number])
+        layouts[number] = this;
+    else
+        twice = name;
+}
 
 Tensor check_on_cpu(const Packed &p) {
     const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
@@ -221,6 +225,13 @@ Tensor check_on_cpu(const Packed &p) {
 }
 
 } // namespace macko
+
+const char *macko_layout_name(int number) {
+    return macko::layouts[number] ? macko::layouts[number]->name : nullptr;
+}
+const char *macko_layout_twice(void) {
+    return macko::twice;
+}
 
 // clang-format off
 // A packed weight is a list of tensors and a header of whole numbers: packed.h says which. The last four are the papers'.

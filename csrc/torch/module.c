@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include "../core/cpu.h"
+#include "layouts.h"
 
 #define CONCAT_(a, b) a##b
 #define CONCAT(a, b) CONCAT_(a, b)
@@ -22,9 +23,26 @@ static PyMethodDef methods[] = {{"plan", plan, METH_O, NULL}, {NULL, NULL, 0, NU
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, STRING(MACKO_MODULE), NULL, -1, methods, NULL, NULL, NULL, NULL};
 
+/* {name: number} of the layouts; NULL and an error where a number is not one layout's alone. */
+static PyObject *layouts(void) {
+    if (macko_layout_twice())
+        return PyErr_Format(PyExc_ImportError, "the number of the layout %s is another one's, or none",
+                            macko_layout_twice());
+    PyObject *numbers = PyDict_New();
+    for (int number = 0; numbers && number < MACKO_MOST_LAYOUTS; number++) {
+        PyObject *value = macko_layout_name(number) ? PyLong_FromLong(number) : NULL;
+        if (value && PyDict_SetItemString(numbers, macko_layout_name(number), value)) Py_CLEAR(numbers);
+        Py_XDECREF(value);
+    }
+    return PyErr_Occurred() ? NULL : numbers;
+}
+
 /* The build says in MACKO_CUDA_ARCHES what _C_cuda was compiled for, separated by spaces; empty: there is no _C_cuda. */
 PyMODINIT_FUNC CONCAT(PyInit_, MACKO_MODULE)(void) {
-    PyObject *created = PyModule_Create(&module);
-    if (!created || PyModule_AddStringConstant(created, "cuda_arches", MACKO_CUDA_ARCHES)) return NULL;
+    PyObject *created = PyModule_Create(&module), *numbers = created ? layouts() : NULL;
+    if (!numbers || PyModule_AddObjectRef(created, "layouts", numbers) ||
+        PyModule_AddStringConstant(created, "cuda_arches", MACKO_CUDA_ARCHES))
+        return NULL;
+    Py_DECREF(numbers);
     return created;
 }

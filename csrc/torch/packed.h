@@ -47,8 +47,10 @@ struct Made {
 // What is null, a layout does not do on this device.
 struct Layout {
     const char *name;
-    size_t tensors, own;                          // how many, and how many numbers besides rows and cols
-    size_t pack_options = 0, lay_out_options = 0; // how many
+    int number;                                      // stands first in a header, in no file
+    size_t tensors, own;                             // how many, and how many numbers besides rows and cols
+    const char *instead = "has no such kernel here"; // why something is null, and what to use instead
+    size_t pack_options = 0, lay_out_options = 0;    // how many
     Made (*pack)(const Tensor &w, const Ints &options) = nullptr;
     Made (*lay_out)(const Packed &canonical, const Ints &options) = nullptr;
     Made (*to_canonical)(const Packed &p) = nullptr; // without a dense matrix on the way
@@ -61,9 +63,14 @@ struct Layout {
                           const std::optional<Tensor> &bias) = nullptr;
 };
 
-#define DECLARE(id, layout) extern const Layout layout;
-MACKO_LAYOUTS(DECLARE)
-#undef DECLARE
+// A layout that is in the table: a file with one is all that the library has to know of it. Where two have one number, the
+// library cannot be imported.
+struct Registered : Layout {
+    explicit Registered(const Layout &layout);
+    Registered(const Registered &) = delete;
+};
+
+extern const Registered canonical_layout;
 
 // What the op `check` of the CPU finds: content is looked at once, when it comes from a file.
 Tensor check_on_cpu(const Packed &p);

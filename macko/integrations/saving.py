@@ -26,9 +26,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.modeling_utils import PreTrainedModel
 
 from ..files import join, packed_state, quant_method
-from ..nn.layers import format_bytes
 from ..nn.linear import SparseLinear
-from ..weights.formats import saved_as, takes_any_weight
+from ..nn.report import format_bytes
+from ..weights import saved_as, takes_any_weight
 from . import tensor_parallel, wrap
 from .transformers import IGNORES_SIZES, MackoConfig
 

@@ -75,16 +75,19 @@ MACKO_SLAB_FN int macko_dense12_has_lower_bits(macko_dtype dtype, uint32_t value
     return dtype == MACKO_F16 && value & 7;
 }
 
+/* With 64 tokens the kernel for few has three stages, and waits for memory where it has many slabs to fetch: up to so many
+ * columns it is the faster one. few / many, us: 4096 x 4096 12.0 / 11.7, 4096 x 11008 28.2 / 20.6, 11008 x 4096 29.8 / 21.0,
+ * 8192 x 8192 40.0 / 28.9, 28672 x 8192 143 / 93 (H200). */
+#define MACKO_DENSE12_FEW_COLS 4096
+
 /*
- * CPU, the reference order; row blocks [first, last) each, so that threads can share the work. count adds to counts;
- * listed says how many elements the fullest slab lists, and adds all of them to *total. write fills all of the slabs.
+ * CPU, the reference order, of a piece of a matrix: whole row blocks. histogram adds to counts. count adds the elements that
+ * are listed to the totals. write fills all of the slabs.
  */
-void macko_dense12_count_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
-                             int64_t counts[128]);
-int macko_dense12_listed_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
-                             int64_t *total);
-void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, uint8_t *data, int64_t first,
-                             int64_t last);
+void macko_dense12_histogram_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t counts[128]);
+void macko_dense12_count_cpu(const macko_dense12_matrix *m, const uint16_t *w, int32_t *offsets,
+                             macko_slab_totals *totals);
+void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, uint8_t *data);
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */
 void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int64_t count, uint16_t *w);
 
@@ -108,22 +111,17 @@ macko_fault macko_dense12_check_cpu(const macko_dense12_matrix *m);
 
 /*
  * Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device
- * pointers but for the struct. Packing: count, the host makes the table; listed, the host allocates; write.
+ * pointers but for the struct. Packing: histogram, the host makes the table; count, the host allocates; write.
  */
 
 /* counts[h] += elements of the dense w [m->rows, m->cols] with h as e[7:1], but for those with lower bits. */
-cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *w, uint64_t counts[128],
-                                     cudaStream_t stream);
-/* found[0] = max(found[0], elements that the fullest slab lists), found[1] += all that are listed. */
-cudaError_t macko_dense12_listed_cuda(const macko_dense12_matrix *m, const void *w, uint64_t found[2],
-                                      cudaStream_t stream);
+cudaError_t macko_dense12_histogram_cuda(const macko_dense12_matrix *m, const void *w, int64_t counts[128],
+                                         cudaStream_t stream);
+/* Adds the elements that are listed to the totals; there are no offsets. */
+cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *w, int32_t *offsets,
+                                     macko_slab_totals *totals, cudaStream_t stream);
 /* The slabs of the dense w [m->rows, m->cols] into data. */
 cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_dense12_unpack_cuda(const macko_dense12_matrix *m, int64_t first, int64_t count, void *w,
-                                      cudaStream_t stream);
-
-MACKO_SLAB_PRODUCTS(dense12);
 #endif
 
 #ifdef __cplusplus

@@ -38,31 +38,27 @@ static inline int code_of(const uint8_t codes[128], macko_dtype dtype, uint16_t 
     return macko_dense12_has_lower_bits(dtype, value) ? NO_CODE : codes[high_of(macko_dense12_split(dtype, value))];
 }
 
-void macko_dense12_count_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
-                             int64_t counts[128]) {
-    const int64_t end = min_int64(m->rows, last * MACKO_SLAB_ROWS) * m->cols;
-    for (int64_t i = first * MACKO_SLAB_ROWS * m->cols; i < end; i++)
+void macko_dense12_histogram_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t counts[128]) {
+    for (int64_t i = 0; i < m->rows * m->cols; i++)
         if (!macko_dense12_has_lower_bits(m->dtype, w[i])) counts[high_of(macko_dense12_split(m->dtype, w[i]))]++;
 }
 
-int macko_dense12_listed_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t first, int64_t last,
-                             int64_t *total) {
-    const int64_t slabs = macko_slabs_across(m->cols);
+void macko_dense12_count_cpu(const macko_dense12_matrix *m, const uint16_t *w, int32_t *offsets,
+                             macko_slab_totals *totals) {
     uint8_t codes[128];
-    int most = 0;
     find_codes(m->table, codes);
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+    (void)offsets;
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         const origin from = slab_origin(m->cols, slab);
         const int64_t row_end = min_int64(m->rows, from.row + MACKO_SLAB_ROWS);
         const int64_t col_end = min_int64(m->cols, from.col + MACKO_SLAB_COLS);
-        int listed = 0;
+        int64_t listed = 0;
         for (int64_t row = from.row; row < row_end; row++)
             for (int64_t col = from.col; col < col_end; col++)
                 listed += code_of(codes, m->dtype, w[row * m->cols + col]) == NO_CODE;
-        if (listed > most) most = listed;
-        *total += listed;
+        if (listed > totals->fullest) totals->fullest = listed;
+        totals->listed += listed;
     }
-    return most;
 }
 
 /* A part, whose slab is zeros, but for what its list says; gives how many entries the list has now. */
@@ -89,12 +85,11 @@ static uint32_t write_part(const macko_dense12_matrix *m, const uint16_t *w, con
     return listed;
 }
 
-void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, uint8_t *data, int64_t first,
-                             int64_t last) {
-    const int64_t slabs = macko_slabs_across(m->cols), size = (int64_t)m->slab_units * MACKO_SLAB_UNIT;
+void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, uint8_t *data) {
+    const int64_t size = (int64_t)m->slab_units * MACKO_SLAB_UNIT;
     uint8_t codes[128];
     find_codes(m->table, codes);
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         uint8_t *const begin = data + slab * size;
         uint32_t listed = 0;
         memset(begin, 0, (size_t)size);
@@ -196,14 +191,10 @@ static macko_fault check_elements(const macko_dense12_matrix *m, int64_t slab, i
 
 macko_fault macko_dense12_check_cpu(const macko_dense12_matrix *m) {
     const int64_t count = macko_slab_count(m->rows, m->cols);
-    const int highest = m->dtype == MACKO_F16 ? 15 : 127;
+    const int bad = bad_code(m->table, m->dtype == MACKO_F16 ? 16 : 128);
     int64_t listed = 0, most = 0;
     uint8_t codes[128];
-    for (int code = 0; code < MACKO_SLAB_TABLE; code++) {
-        const int high = table_byte(m->table, code), before = code ? table_byte(m->table, code - 1) : 0;
-        if (high > highest || (code ? high && (high <= before || (code > 1 && !before)) : high))
-            return (macko_fault){MACKO_DENSE12_TABLE_ORDER, 0, -1, code};
-    }
+    if (bad >= 0) return (macko_fault){MACKO_DENSE12_TABLE_ORDER, 0, -1, bad};
     find_codes(m->table, codes);
     for (int64_t slab = 0; slab < count; slab++) {
         macko_fault fault = check_list(m, slab, codes);

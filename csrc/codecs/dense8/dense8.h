@@ -37,9 +37,8 @@ typedef struct macko_dense8_matrix {
     macko_dtype dtype; /* of x and y, MACKO_BF16 or MACKO_F16 */
 } macko_dense8_matrix;
 
-/* CPU, the reference order: the slabs of row blocks [first, last) of the codes w [rows, cols], so that threads can share
- * the work. */
-void macko_dense8_write_cpu(const macko_dense8_matrix *m, const uint8_t *w, uint8_t *data, int64_t first, int64_t last);
+/* CPU, the reference order, of a piece of the codes w [rows, cols]: whole row blocks. */
+void macko_dense8_write_cpu(const macko_dense8_matrix *m, const uint8_t *w, uint8_t *data);
 /* The dense rows [first, first + count), w [count, cols]: codes times scales, rounded to dtype; first and count are any. */
 void macko_dense8_unpack_cpu(const macko_dense8_matrix *m, int64_t first, int64_t count, uint16_t *w);
 
@@ -64,11 +63,6 @@ int64_t macko_bad_scale_cpu(const float *scales, int64_t rows);
 
 /* The slabs of the codes w [m->rows, m->cols] into data. */
 cudaError_t macko_dense8_write_cuda(const macko_dense8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_dense8_unpack_cuda(const macko_dense8_matrix *m, int64_t first, int64_t count, void *w,
-                                     cudaStream_t stream);
-
-MACKO_SLAB_PRODUCTS(dense8);
 #endif
 
 #ifdef __cplusplus

@@ -12,10 +12,8 @@ static inline int byte_at(int part, int place) {
            step % 2 * STEP_ELEMENTS + place % STEP_ELEMENTS;
 }
 
-void macko_dense8_write_cpu(const macko_dense8_matrix *m, const uint8_t *w, uint8_t *data, int64_t first,
-                            int64_t last) {
-    const int64_t slabs = macko_slabs_across(m->cols);
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++)
+void macko_dense8_write_cpu(const macko_dense8_matrix *m, const uint8_t *w, uint8_t *data) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++)
         for (int part = 0; part < MACKO_DENSE8_PARTS; part++) {
             const origin here = part_origin(slab_origin(m->cols, slab), part);
             for (int place = 0; place < PART_PLACES; place++) {

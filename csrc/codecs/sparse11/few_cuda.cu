@@ -1,11 +1,7 @@
-// Up to 64 tokens on CUDA for sparse11: tile's kernel with another codec.
+// The kernel for few tokens, of sparse11.
 #include "../../slab/few_kernel.cuh"
 #include "codec.cuh"
 
 static_assert(macko::densest_has_plan<macko::sparse11<__half>>(MACKO_SPARSE11_MOST_UNITS *MACKO_SLAB_UNIT));
 
-cudaError_t macko_sparse11_few_cuda(const macko_sparse11_matrix *m, int64_t tokens, const void *x, int64_t x_stride,
-                                    const void *bias, const macko_slab_outputs *y, cudaStream_t stream) {
-    return macko::with_weight(
-        *m, [&](const auto &weight) { return macko::multiply_few(weight, tokens, x, x_stride, bias, *y, stream); });
-}
+template cudaError_t macko::slab_few(const macko_sparse11_matrix &, const slab_product &);

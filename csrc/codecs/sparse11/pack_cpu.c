@@ -101,10 +101,8 @@ static void load_codes(const uint8_t *slab, int part, uint8_t codes[PART_PLACES]
     }
 }
 
-void macko_sparse11_histogram_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t first, int64_t last,
-                                  int64_t counts[256]) {
-    const int64_t end = min_int64(m->rows, last * MACKO_SLAB_ROWS) * m->cols;
-    for (int64_t i = first * MACKO_SLAB_ROWS * m->cols; i < end; i++)
+void macko_sparse11_histogram_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t counts[256]) {
+    for (int64_t i = 0; i < m->rows * m->cols; i++)
         counts[macko_sparse11_split(m->dtype, w[i]) >> 8] +=
             w[i] & (SIGN - 1) && !macko_sparse11_has_low_bits(m->dtype, w[i]);
 }
@@ -116,12 +114,11 @@ static int list_words(const uint8_t codes[PART_PLACES]) {
     return macko_sparse11_words(listed);
 }
 
-void macko_sparse11_count_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t first, int64_t last,
-                              int32_t *offsets, macko_sparse11_totals *totals) {
-    const int64_t slabs = macko_slabs_across(m->cols);
+void macko_sparse11_count_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int32_t *offsets,
+                              macko_slab_totals *totals) {
     uint8_t codes[256];
     find_codes(m->table, codes);
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         int value_rows = 0, words = 0, listed = 0;
         for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
             slice_codes own;
@@ -138,12 +135,10 @@ void macko_sparse11_count_cpu(const macko_sparse11_matrix *m, const uint16_t *w,
     }
 }
 
-void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w, uint8_t *data, int64_t first,
-                              int64_t last) {
-    const int64_t slabs = macko_slabs_across(m->cols);
+void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w, uint8_t *data) {
     uint8_t codes[256];
     find_codes(m->table, codes);
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         uint8_t *const begin = data + (int64_t)m->offsets[slab] * MACKO_SLAB_UNIT;
         const origin from = slab_origin(m->cols, slab);
         slice_codes own[MACKO_SLAB_SLICES];
@@ -314,29 +309,16 @@ static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, cons
 }
 
 macko_fault macko_sparse11_check_cpu(const macko_sparse11_matrix *m) {
-    const int64_t count = macko_slab_count(m->rows, m->cols), slabs = macko_slabs_across(m->cols);
-    int64_t widest = 0, stored = 0, listed = 0;
+    const int bad = bad_code(m->table, 256 >> macko_sparse11_low_bits(m->dtype));
+    if (bad >= 0) return (macko_fault){MACKO_SPARSE11_TABLE_ORDER, 0, -1, bad};
+    macko_fault fault = check_offsets(m->offsets, m->rows, m->cols, macko_sparse11_units(0, 0),
+                                      MACKO_SPARSE11_MOST_UNITS, m->widest, m->units, MACKO_SPARSE11_OFFSETS);
+    int64_t stored = 0, listed = 0;
     uint8_t codes[256];
-    for (int code = 0; code < MACKO_SLAB_TABLE; code++) {
-        const int high = table_byte(m->table, code), before = code ? table_byte(m->table, code - 1) : 0;
-        if (high >= 256 >> macko_sparse11_low_bits(m->dtype) ||
-            (code ? high && (high <= before || (code > 1 && !before)) : high))
-            return (macko_fault){MACKO_SPARSE11_TABLE_ORDER, 0, -1, code};
-    }
     find_codes(m->table, codes);
-    if (m->offsets[0]) return (macko_fault){MACKO_SPARSE11_OFFSETS, 0, 0, m->offsets[0]};
-    for (int64_t slab = 0; slab < count; slab++) {
-        const int64_t here = (int64_t)m->offsets[slab + 1] - m->offsets[slab];
-        if (here < macko_sparse11_units(0, 0) || here > MACKO_SPARSE11_MOST_UNITS)
-            return (macko_fault){MACKO_SPARSE11_OFFSETS, slab / slabs, slab + 1, m->offsets[slab + 1]};
-        if (here > widest) widest = here;
-    }
-    if (widest != m->widest) return (macko_fault){MACKO_SPARSE11_WIDEST, 0, -1, widest};
-    if (m->offsets[count] != m->units) return (macko_fault){MACKO_SPARSE11_END_OFFSET, 0, count, m->offsets[count]};
-    for (int64_t slab = 0; slab < count; slab++) {
-        const macko_fault fault = check_slab(m, slab, codes, &listed);
-        if (fault.kind) return fault;
+    for (int64_t slab = 0; !fault.kind && slab < macko_slab_count(m->rows, m->cols); slab++) {
+        fault = check_slab(m, slab, codes, &listed);
         stored += fault.found;
     }
-    return (macko_fault){MACKO_SPARSE11_OK, 0, listed, stored};
+    return fault.kind ? fault : (macko_fault){MACKO_SPARSE11_OK, 0, listed, stored};
 }

@@ -102,25 +102,15 @@ MACKO_SLAB_FN bool macko_sparse11_has_low_bits(macko_dtype dtype, uint32_t value
     return value & ((1u << macko_sparse11_low_bits(dtype)) - 1);
 }
 
-/* What packing has to tell the host before it can allocate data. */
-typedef struct macko_sparse11_totals {
-    int64_t units;          /* of data; over INT32_MAX the matrix is too large */
-    int64_t widest;         /* units of the largest slab */
-    int64_t stored, listed; /* values, and those in lists */
-    int64_t fullest;        /* values in the list of a slab, at most */
-} macko_sparse11_totals;
-
 /*
- * CPU, the reference order. Row blocks [first, last) each, so that threads can share the work. histogram adds to counts.
- * count writes offsets[i + 1] = units of slab i, for its slabs, and adds to stored and listed of the totals; the caller
- * adds the offsets up (offsets[0] = 0). write fills all of the slabs.
+ * CPU, the reference order, of a piece of a matrix: whole row blocks, and the offsets from its first slab on. histogram adds
+ * to counts. count writes offsets[i + 1] = units of slab i, and adds to the totals; the caller adds the offsets up. write
+ * fills all of the slabs.
  */
-void macko_sparse11_histogram_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t first, int64_t last,
-                                  int64_t counts[256]);
-void macko_sparse11_count_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t first, int64_t last,
-                              int32_t *offsets, macko_sparse11_totals *totals);
-void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w, uint8_t *data, int64_t first,
-                              int64_t last);
+void macko_sparse11_histogram_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t counts[256]);
+void macko_sparse11_count_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int32_t *offsets,
+                              macko_slab_totals *totals);
+void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w, uint8_t *data);
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */
 void macko_sparse11_unpack_cpu(const macko_sparse11_matrix *m, int64_t first, int64_t count, uint16_t *w);
 
@@ -154,19 +144,14 @@ macko_fault macko_sparse11_check_cpu(const macko_sparse11_matrix *m);
  */
 
 /* counts[h] += values of the dense w [m->rows, m->cols] whose high byte is h. */
-cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const void *w, uint64_t counts[256],
+cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const void *w, int64_t counts[256],
                                           cudaStream_t stream);
 /* offsets[i + 1] = units of slab i of w; adds to totals->stored and listed, and raises totals->fullest. */
 cudaError_t macko_sparse11_count_cuda(const macko_sparse11_matrix *m, const void *w, int32_t *offsets,
-                                      macko_sparse11_totals *totals, cudaStream_t stream);
+                                      macko_slab_totals *totals, cudaStream_t stream);
 /* The slabs of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
 cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void *w, uint8_t *data,
                                       cudaStream_t stream);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_sparse11_unpack_cuda(const macko_sparse11_matrix *m, int64_t first, int64_t count, void *w,
-                                       cudaStream_t stream);
-
-MACKO_SLAB_PRODUCTS(sparse11);
 #endif
 
 #ifdef __cplusplus

@@ -53,28 +53,23 @@ static void load_masks(const uint8_t *slab, int slice, slice_masks masks) {
             masks[tile][lane] = load_32(slab + mask_at(tile, slice, lane));
 }
 
-int64_t macko_sparse8_count_cpu(const macko_sparse8_matrix *m, const uint8_t *w, int64_t first, int64_t last,
-                                int32_t *offsets) {
-    const int64_t slabs = macko_slabs_across(m->cols);
-    int64_t stored = 0;
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+void macko_sparse8_count_cpu(const macko_sparse8_matrix *m, const uint8_t *w, int32_t *offsets,
+                             macko_slab_totals *totals) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         int value_rows = 0;
         for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
             slice_masks masks;
             find_masks(m, w, slab_origin(m->cols, slab), slice, masks);
             const slice_plan plan = plan_slice(masks);
             value_rows += plan.rows;
-            for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) stored += plan.lengths[lane];
+            for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) totals->stored += plan.lengths[lane];
         }
         offsets[slab + 1] = macko_sparse8_units(value_rows);
     }
-    return stored;
 }
 
-void macko_sparse8_write_cpu(const macko_sparse8_matrix *m, const uint8_t *w, uint8_t *data, int64_t first,
-                             int64_t last) {
-    const int64_t slabs = macko_slabs_across(m->cols);
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+void macko_sparse8_write_cpu(const macko_sparse8_matrix *m, const uint8_t *w, uint8_t *data) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         uint8_t *const begin = data + (int64_t)m->offsets[slab] * MACKO_SLAB_UNIT;
         const origin from = slab_origin(m->cols, slab);
         uint32_t values_at = MACKO_SPARSE8_VALUES_AT;
@@ -185,23 +180,15 @@ static macko_fault check_slab(const macko_sparse8_matrix *m, int64_t slab) {
 }
 
 macko_fault macko_sparse8_check_cpu(const macko_sparse8_matrix *m) {
-    const int64_t count = macko_slab_count(m->rows, m->cols), slabs = macko_slabs_across(m->cols);
     const int64_t row = macko_bad_scale_cpu(m->scales, m->rows);
-    int64_t widest = 0, stored = 0;
     if (row >= 0) return (macko_fault){MACKO_SPARSE8_SCALE, row / MACKO_SLAB_ROWS, -1, row};
-    if (m->offsets[0]) return (macko_fault){MACKO_SPARSE8_OFFSETS, 0, 0, m->offsets[0]};
-    for (int64_t slab = 0; slab < count; slab++) {
-        const int64_t here = (int64_t)m->offsets[slab + 1] - m->offsets[slab];
-        if (here < macko_sparse8_units(0) || here > macko_sparse8_units(MACKO_SPARSE8_MOST_ROWS))
-            return (macko_fault){MACKO_SPARSE8_OFFSETS, slab / slabs, slab + 1, m->offsets[slab + 1]};
-        if (here > widest) widest = here;
-    }
-    if (widest != m->widest) return (macko_fault){MACKO_SPARSE8_WIDEST, 0, -1, widest};
-    if (m->offsets[count] != m->units) return (macko_fault){MACKO_SPARSE8_END, 0, count, m->offsets[count]};
-    for (int64_t slab = 0; slab < count; slab++) {
-        const macko_fault fault = check_slab(m, slab);
-        if (fault.kind) return fault;
+    macko_fault fault =
+        check_offsets(m->offsets, m->rows, m->cols, macko_sparse8_units(0),
+                      macko_sparse8_units(MACKO_SPARSE8_MOST_ROWS), m->widest, m->units, MACKO_SPARSE8_OFFSETS);
+    int64_t stored = 0;
+    for (int64_t slab = 0; !fault.kind && slab < macko_slab_count(m->rows, m->cols); slab++) {
+        fault = check_slab(m, slab);
         stored += fault.found;
     }
-    return (macko_fault){MACKO_SPARSE8_OK, 0, -1, stored};
+    return fault.kind ? fault : (macko_fault){MACKO_SPARSE8_OK, 0, -1, stored};
 }

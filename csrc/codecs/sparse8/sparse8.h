@@ -59,14 +59,13 @@ MACKO_SLAB_FN int macko_sparse8_bit(int step, int i) {
 }
 
 /*
- * CPU, the reference order. Row blocks [first, last) each, of the codes w [rows, cols], so that threads can share the work.
- * count writes offsets[i + 1] = units of slab i, for its slabs, and gives how many values they have; the caller adds the
- * offsets up (offsets[0] = 0). write fills all of the slabs.
+ * CPU, the reference order, of a piece of the codes w [rows, cols]: whole row blocks, and the offsets from its first slab on.
+ * count writes offsets[i + 1] = units of slab i, and adds to totals->stored; the caller adds the offsets up. write fills all
+ * of the slabs.
  */
-int64_t macko_sparse8_count_cpu(const macko_sparse8_matrix *m, const uint8_t *w, int64_t first, int64_t last,
-                                int32_t *offsets);
-void macko_sparse8_write_cpu(const macko_sparse8_matrix *m, const uint8_t *w, uint8_t *data, int64_t first,
-                             int64_t last);
+void macko_sparse8_count_cpu(const macko_sparse8_matrix *m, const uint8_t *w, int32_t *offsets,
+                             macko_slab_totals *totals);
+void macko_sparse8_write_cpu(const macko_sparse8_matrix *m, const uint8_t *w, uint8_t *data);
 /* The dense rows [first, first + count), w [count, cols]: codes times scales, rounded to dtype; first and count are any. */
 void macko_sparse8_unpack_cpu(const macko_sparse8_matrix *m, int64_t first, int64_t count, uint16_t *w);
 
@@ -98,11 +97,6 @@ cudaError_t macko_sparse8_count_cuda(const macko_sparse8_matrix *m, const void *
                                      macko_slab_totals *totals, cudaStream_t stream);
 /* The slabs of w into data. */
 cudaError_t macko_sparse8_write_cuda(const macko_sparse8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_sparse8_unpack_cuda(const macko_sparse8_matrix *m, int64_t first, int64_t count, void *w,
-                                      cudaStream_t stream);
-
-MACKO_SLAB_PRODUCTS(sparse8);
 #endif
 
 #ifdef __cplusplus

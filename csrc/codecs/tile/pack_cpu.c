@@ -45,14 +45,6 @@ static int length_of(slice_masks masks, int lane, int stream, int tail) {
     return length;
 }
 
-/* Lanes by length, the shortest first, of equal ones the lower lane first. */
-static void sort_lanes(const int lengths[MACKO_SLAB_LANES], uint8_t sorted[MACKO_SLAB_LANES]) {
-    int places[HALF_MOST + 2] = {0};
-    for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) places[lengths[lane] + 1]++;
-    for (int length = 0; length < HALF_MOST; length++) places[length + 1] += places[length];
-    for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) sorted[places[lengths[lane]]++] = (uint8_t)lane;
-}
-
 static slice_plan plan_slice(slice_masks masks) {
     slice_plan plan = {.rows = 0};
     for (int stream = 0; stream < MACKO_TILE_STREAMS; stream++) {
@@ -62,8 +54,8 @@ static slice_plan plan_slice(slice_masks masks) {
             first[lane] = length_of(masks, lane, stream, 0);
             missing[lane] = HALF_MOST - length_of(masks, lane, stream, 1);
         }
-        sort_lanes(first, columns);
-        sort_lanes(missing, lanes);
+        sort_lanes(first, HALF_MOST, columns);
+        sort_lanes(missing, HALF_MOST, lanes);
         for (int i = 0; i < MACKO_SLAB_LANES; i++) {
             const int column = columns[i], lane = lanes[i], length = first[column] + HALF_MOST - missing[lane];
             plan.spills[lane][stream] = (uint16_t)(first[column] * MACKO_TILE_ROW_BYTES + column_at(column, stream));
@@ -89,7 +81,8 @@ static int elements_of(slice_masks masks, int lane, int stream, int tail, uint16
 
 /* The masks of the slice whose first element is at (row, col). A row has a byte for each e and t: every eighth bit of
  * two. */
-static void find_masks(const void *w, int64_t rows, int64_t cols, int64_t row, int64_t col, slice_masks masks) {
+static void find_masks(const macko_tile_matrix *m, const void *w, int64_t row, int64_t col, slice_masks masks) {
+    const int64_t rows = m->rows, cols = m->cols;
     macko_nonzeros *const nonzeros = macko_nonzeros_of(macko_best_cpu_path());
     memset(masks, 0, sizeof(slice_masks));
     for (int r = 0; r < min_int64(rows - row, SLICE_ROWS); r++)
@@ -111,32 +104,32 @@ static void load_masks(const uint8_t *slab, int slice, slice_masks masks) {
         memcpy(masks[tile], slab + tile * MACKO_SLAB_MASK_BYTES + slice * (MACKO_SLAB_LANES * 4), MACKO_SLAB_LANES * 4);
 }
 
-void macko_tile_count_cpu(const void *w, int64_t rows, int64_t cols, int64_t first, int64_t last, int32_t *offsets) {
-    const int64_t slabs = macko_slabs_across(cols);
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+void macko_tile_count_cpu(const macko_tile_matrix *m, const void *w, int32_t *offsets, macko_slab_totals *totals) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
+        const origin from = slab_origin(m->cols, slab);
         int value_rows = 0;
         for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
             slice_masks masks;
-            find_masks(w, rows, cols, slab / slabs * MACKO_SLAB_ROWS + slice * SLICE_ROWS,
-                       slab % slabs * MACKO_SLAB_COLS, masks);
+            find_masks(m, w, from.row + slice * SLICE_ROWS, from.col, masks);
             value_rows += plan_slice(masks).rows;
+            for (int i = 0; i < MACKO_SLAB_TILES * MACKO_SLAB_LANES; i++)
+                totals->stored += __builtin_popcount(masks[i / MACKO_SLAB_LANES][i % MACKO_SLAB_LANES]);
         }
         offsets[slab + 1] = macko_tile_units(value_rows);
     }
 }
 
-void macko_tile_write_cpu(const macko_tile_matrix *m, const void *w, uint8_t *data, int64_t first, int64_t last) {
-    const int64_t slabs = macko_slabs_across(m->cols);
-    for (int64_t slab = first * slabs; slab < last * slabs; slab++) {
+void macko_tile_write_cpu(const macko_tile_matrix *m, const void *w, uint8_t *data) {
+    for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
+        const origin from = slab_origin(m->cols, slab);
         uint8_t *const begin = data + (int64_t)m->offsets[slab] * MACKO_SLAB_UNIT;
         int value_rows = 0;
         memset(begin, 0, (size_t)(m->offsets[slab + 1] - m->offsets[slab]) * MACKO_SLAB_UNIT);
         for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
-            const int64_t row = slab / slabs * MACKO_SLAB_ROWS + slice * SLICE_ROWS;
-            const int64_t col = slab % slabs * MACKO_SLAB_COLS;
+            const int64_t row = from.row + slice * SLICE_ROWS, col = from.col;
             uint8_t *const values = begin + MACKO_TILE_VALUES_AT + value_rows * MACKO_TILE_ROW_BYTES;
             slice_masks masks;
-            find_masks(w, m->rows, m->cols, row, col, masks);
+            find_masks(m, w, row, col, masks);
             const slice_plan plan = plan_slice(masks);
             for (int tile = 0; tile < MACKO_SLAB_TILES; tile++)
                 memcpy(begin + tile * MACKO_SLAB_MASK_BYTES + slice * sizeof masks[tile], masks[tile],
@@ -246,22 +239,12 @@ static macko_fault check_slab(const macko_tile_matrix *m, int64_t slab) {
 }
 
 macko_fault macko_tile_check_cpu(const macko_tile_matrix *m) {
-    const int64_t count = macko_slab_count(m->rows, m->cols), slabs = macko_slabs_across(m->cols);
-    int64_t widest = 0;
-    if (m->offsets[0]) return (macko_fault){MACKO_TILE_OFFSETS, 0, 0, m->offsets[0]};
-    for (int64_t slab = 0; slab < count; slab++) {
-        const int64_t here = (int64_t)m->offsets[slab + 1] - m->offsets[slab];
-        if (here < macko_tile_units(0) || here > macko_tile_units(MACKO_TILE_MOST_ROWS))
-            return (macko_fault){MACKO_TILE_OFFSETS, slab / slabs, slab + 1, m->offsets[slab + 1]};
-        if (here > widest) widest = here;
-    }
-    if (widest != m->widest) return (macko_fault){MACKO_TILE_WIDEST, 0, -1, widest};
-    if (m->offsets[count] != m->units) return (macko_fault){MACKO_TILE_END, 0, count, m->offsets[count]};
+    macko_fault fault = check_offsets(m->offsets, m->rows, m->cols, macko_tile_units(0),
+                                      macko_tile_units(MACKO_TILE_MOST_ROWS), m->widest, m->units, MACKO_TILE_OFFSETS);
     int64_t stored = 0;
-    for (int64_t slab = 0; slab < count; slab++) {
-        const macko_fault fault = check_slab(m, slab);
-        if (fault.kind) return fault;
+    for (int64_t slab = 0; !fault.kind && slab < macko_slab_count(m->rows, m->cols); slab++) {
+        fault = check_slab(m, slab);
         stored += fault.found;
     }
-    return (macko_fault){MACKO_TILE_OK, 0, -1, stored};
+    return fault.kind ? fault : (macko_fault){MACKO_TILE_OK, 0, -1, stored};
 }

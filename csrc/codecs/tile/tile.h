@@ -66,12 +66,16 @@ MACKO_SLAB_FN int macko_tile_units(int value_rows) {
     return (MACKO_TILE_VALUES_AT + value_rows * MACKO_TILE_ROW_BYTES) / MACKO_SLAB_UNIT;
 }
 
+/* 64 tokens: up to how large a slab four stages of the kernel for few fit an SM (few_cuda.cu). With three it waits for memory:
+ * at density 0.7 few / many, us: 4096 x 4096 12.7 / 11.4, 4096 x 11008 29.9 / 22.6 (H200, 350e7c5, 111a810). */
+#define MACKO_TILE_FOUR_STAGES (22 << 10)
+
 /*
- * CPU, the reference order. Row blocks [first, last) each, so that threads can share the work.
- * count writes offsets[i + 1] = units of slab i, for its slabs; the caller adds them up (offsets[0] = 0).
+ * CPU, the reference order, of a piece of a matrix: whole row blocks, and the offsets from its first slab on. count writes
+ * offsets[i + 1] = units of slab i, and adds to totals->stored; the caller adds the offsets up. write fills all of the slabs.
  */
-void macko_tile_count_cpu(const void *w, int64_t rows, int64_t cols, int64_t first, int64_t last, int32_t *offsets);
-void macko_tile_write_cpu(const macko_tile_matrix *m, const void *w, uint8_t *data, int64_t first, int64_t last);
+void macko_tile_count_cpu(const macko_tile_matrix *m, const void *w, int32_t *offsets, macko_slab_totals *totals);
+void macko_tile_write_cpu(const macko_tile_matrix *m, const void *w, uint8_t *data);
 /* The dense rows [first, first + count), w [count, cols]; first and count are any. */
 void macko_tile_unpack_cpu(const macko_tile_matrix *m, int64_t first, int64_t count, void *w);
 
@@ -100,18 +104,12 @@ macko_fault macko_tile_check_cpu(const macko_tile_matrix *m);
  * memory) and allocates; write for all rows. A piece begins at a row block; its m has the offsets of its first slab on.
  */
 
-/* offsets[i + 1] = units of slab i of the dense w [rows, cols] (16-bit); adds to totals->stored. */
-cudaError_t macko_tile_count_cuda(const void *w, int64_t rows, int64_t cols, int32_t *offsets,
+/* offsets[i + 1] = units of slab i of the dense w [m->rows, m->cols]; adds to totals->stored. */
+cudaError_t macko_tile_count_cuda(const macko_tile_matrix *m, const void *w, int32_t *offsets,
                                   macko_slab_totals *totals, cudaStream_t stream);
 
 /* The slabs of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
 cudaError_t macko_tile_write_cuda(const macko_tile_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_tile_unpack_cuda(const macko_tile_matrix *m, int64_t first, int64_t count, void *w,
-                                   cudaStream_t stream);
-
-MACKO_SLAB_PRODUCTS(tile);
 #endif
 
 #ifdef __cplusplus

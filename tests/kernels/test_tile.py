@@ -1,4 +1,4 @@
-"""The tile layout: bytes by its specification, round trips, products for any number of tokens, hostile content."""
+"""What the tile layout alone has: the plans of its kernels, each way to run them, models. The rest: test_slabs.py."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import macko
 from benchmarks.spmm import GEMM_SIZES
 from macko.choose.auto import choose
-from macko.weights.formats import MackoWeight, SellWeight, TileWeight
-from tests import layouts, reference
+from macko.weights import MackoWeight, SellWeight, TileWeight
+from tests import layouts
 from tests.common import (
     HALVES,
     MASKS,
     Plan,
     assert_close_library,
-    assert_close_spmv,
-    assert_graph_of_layers,
     assert_same_bits,
     devices,
     each_token,
@@ -36,26 +32,11 @@ from tests.common import (
     random_vector,
     random_weight,
 )
-
-#: One element, one row, one column, no row, no column, less and more than a tile and a slab, whole ones, cols of no 16
-#: bytes.
-SHAPES = (
-    *((1, 1), (1, 4096), (500, 1), (0, 16), (5, 0), (7, 30), (64, 64), (65, 130), (33, 203), (64, 256), (201, 512)),
-    *((130, 320), (40, 1001)),
-)
+from tests.kernels.codecs import Tile
 
 #: Values of the knob tile_gemm: a size, and 0: no output tile is split (Stream-K), 1: some are, 2: all, evenly.
 GEMM_WAYS = tuple(f"{size}x{split}" for size in GEMM_SIZES for split in range(3))
 GEMM_KEYS = tuple(f"tile_gemm={way}" for way in GEMM_WAYS)
-
-
-def chain(cols: int) -> int:
-    """Roundings behind a product, in units of 2^-24.
-
-    Tensor cores align the 16 products of a step and the sum before it to the largest of them and cut them off at 2^-23
-    of that: 17 times two units a step. Some 64 partial sums are added at the end.
-    """
-    return 2 * 17 * -(-cols // 16) + 64
 
 
 def sparse_integers(rows: int, cols: int, density: float, random: torch.Generator) -> Tensor:
@@ -73,11 +54,7 @@ def in_parts(tile: TileWeight, x: Tensor) -> Tensor:
 
 
 def assert_close(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) -> None:
-    """y against x W^T + bias, as the tensor cores round it, where operands are tile's."""
-    if y.is_cuda:
-        assert_close_spmv(y, w, x, bias, chain=chain(w.shape[1]))
-    else:
-        assert_close_library(y, w, x, bias)
+    Tile(w.dtype, 0).assert_close(y, w, x, bias)
 
 
 def tokens_of(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -86,113 +63,6 @@ def tokens_of(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 def packed(w: Tensor, device: str = "cuda", delta_bits: int = 4) -> TileWeight:
     return TileWeight.from_dense(w.to(device), delta_bits)
-
-
-def assert_packs(w: Tensor, device: str, delta_bits: int = 4) -> TileWeight:
-    tile = packed(w, device, delta_bits)
-    wanted = torch.where(w == 0, 0, w)
-    assert_same_bits(tile.to_dense(), wanted)
-    for name, tensor in MackoWeight.from_dense(w, delta_bits).tensors().items():
-        assert_same_bits(getattr(tile.to_macko(), name), tensor)
-    if w.numel() < 300_000:
-        data, offsets = reference.tile_pack(w)
-        assert_same_bits(tile.offsets, offsets)
-        assert_same_bits(tile.data, data)
-    tile.validate()
-    return tile
-
-
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.slow
-def test_bytes_and_round_trip_of_every_mask(device: str, dtype: torch.dtype) -> None:
-    for kind in MASKS:
-        for density in (0.02, 0.5):
-            for delta_bits in (2, 4, 8):
-                assert_packs(random_weight(70, 303, density, dtype, kind=kind), device, delta_bits)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", devices())
-@given(
-    rows=st.integers(0, 140),
-    cols=st.integers(0, 300),
-    density=st.sampled_from((0.0, 0.01, 0.1, 0.5, 0.9, 1.0)),
-    seed=st.integers(0, 9),
-)
-def test_round_trip_of_any_shape(device: str, rows: int, cols: int, density: float, seed: int) -> None:
-    assert_packs(random_weight(rows, cols, density, torch.float16, seed=seed), device)
-
-
-@pytest.mark.parametrize("device", devices())
-def test_zero_full_empty_rows_and_a_single_value(device: str) -> None:
-    zero = assert_packs(torch.zeros(100, 200, dtype=torch.float16), device)
-    assert (zero.stored, zero.widest, zero.nbytes) == (0, 21, 2 * 21 * 128 + 3 * 4)
-    full = assert_packs(random_weight(100, 256, 1.0, torch.float16), device)
-    assert full.stored == 25_600
-    assert full.widest == 277
-    w = random_weight(300, 200, 0.5, torch.float16)
-    w[:7], w[100:200], w[290:] = 0, 0, 0
-    assert_packs(w, device)
-    w = torch.zeros(130, 130, dtype=torch.bfloat16)
-    w[129, 129] = 3
-    assert assert_packs(w, device).stored == 1
-
-
-@pytest.mark.parametrize("device", devices())
-def test_masks_that_spill_as_much_as_can_be(device: str) -> None:
-    """Values of one tile or of one lane only, heads of some lanes and tails of others."""
-    row, col = torch.arange(64)[:, None], torch.arange(512)
-    lane, tile, half = row % 8 * 4 + col % 8 // 2, col // 64 % 4, col % 64 // 32
-    values = random_weight(64, 512, 1.0, torch.float16)
-    for kept, height in (
-        *((tile == one, 16) for one in range(4)),
-        *((lane == one, 32) for one in (0, 17, 31)),
-        (half == 1, 64),
-        (tile < 2, 32),
-        ((tile < 2) == (lane % 2 == 0), 32),
-        ((tile < 2) == (lane < 5), 32),
-        ((lane < 20) | (tile == 3), 64),  # twelve empty columns for twenty long tails
-    ):
-        assert assert_packs(torch.where(kept, values, 0), device).widest == 21 + 4 * height
-    with_lengths = (col // 64 * 8 + col % 8 + row) % (lane + 1) == 0  # lanes with all lengths, some of them equal
-    assert_packs(torch.where(with_lengths, values, 0), device)
-
-
-@pytest.mark.parametrize("device", devices())
-def test_nan_and_inf_keep_their_bits(device: str) -> None:
-    w = random_weight(40, 200, 0.5, torch.float16)
-    w[3, 7], w[4, 9], w[5, 11], w[6, 13] = float("inf"), float("-inf"), float("nan"), -0.0
-    w.view(torch.int16)[7, 15] = 0x7D03
-    assert_packs(w, device)
-
-
-@pytest.mark.gpu
-def test_rows_of_several_workspaces() -> None:
-    w = random_weight(9000, 8200, 0.1, torch.float16)
-    tile = packed(w)
-    assert_same_bits(tile.to_dense(), w)
-    assert tile.stored == int(w.count_nonzero())
-
-
-def test_bytes_a_weight() -> None:
-    for density, most in ((0.1, 0.44), (0.3, 0.85), (0.5, 1.25), (0.7, 1.63)):
-        w = random_weight(512, 1024, density, torch.float16)
-        assert packed(w, "cpu").nbytes <= most * w.numel()
-
-
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("dtype", HALVES)
-def test_every_shape(device: str, dtype: torch.dtype) -> None:
-    for rows, cols in SHAPES:
-        w, bias = random_weight(rows, cols, 0.4, dtype), random_vector(rows, dtype=dtype)
-        tile = packed(w, device)
-        for count in (0, 1, 2, 9, 70):
-            x = tokens_of(count, cols, dtype=dtype)
-            y = tile.linear(x.to(device), bias.to(device))
-            assert_close(y, w, x, bias)
-            assert_same_bits(tile.linear(x.to(device), bias.to(device)), y)
-            assert_close(tile.linear(x.to(device)), w, x)
 
 
 @pytest.mark.gpu
@@ -348,15 +218,6 @@ def test_uneven_masks(kind: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "cols"), [(4096, 4096), (2048, 11008), (64, 65536), (20_000, 64), (256, 70_000)])
-def test_large_shapes(rows: int, cols: int) -> None:
-    w, x = random_weight(rows, cols, 0.5, torch.float16), tokens_of(700, cols)
-    tile = packed(w)
-    for count in (1, 4, 16, 64, 300, 700):
-        assert_close(tile.linear(x[:count].cuda()), w, x[:count])
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("sms", [2, 3, 5])
 def test_rings_wrap_where_few_blocks_do_all(sms: int, plan: Plan) -> None:
     plan(f"sms={sms}")
@@ -380,141 +241,6 @@ def test_row_blocks_whole_and_split(row_blocks: int) -> None:
             xs, ys = each_token(x, wanted, count)
             assert_same_bits(tile.linear(xs.cuda()) + 0, ys)
             assert_same_bits(in_parts(tile, xs.cuda()) + 0, ys)
-
-
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("tokens", [0, 1, 3, 16, 32, 33, 64, 65, 300])
-@pytest.mark.parametrize(
-    "part_rows", [(64, 128, 75), (128, 0, 64), (0, 264), (192,), (100, 64, 100), (64, 64, 64, 64), (64, 320)]
-)
-def test_parts(device: str, tokens: int, part_rows: tuple[int, ...]) -> None:
-    """Each a matrix of its own: by kernels where row blocks are of one, else through dense rows, on a CPU by copies."""
-    w, x, y = integer_problem(sum(part_rows), 500, 0.5, torch.float16)
-    xs, ys = each_token(x, y, tokens)
-    parts = packed(w, device)._own_parts(xs.to(device), part_rows)
-    assert [part.shape for part in parts] == [(tokens, rows) for rows in part_rows]
-    assert all(part.is_contiguous() and part.storage_offset() == 0 for part in parts)
-    assert len({part.data_ptr() for part in parts if part.numel()}) == sum(part.numel() > 0 for part in parts)
-    assert_same_bits(torch.cat(list(parts), -1) + 0, ys)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [8, 300])
-def test_a_token_does_not_depend_on_the_others(tokens: int) -> None:
-    tile, x = packed(random_weight(300, 704, 0.5, torch.float16)), tokens_of(tokens, 704).cuda()
-    alone = tile.linear(x)
-    x[3], x[5, 17] = float("nan"), float("inf")
-    kept = [token for token in range(tokens) if token not in (3, 5)]
-    assert_same_bits(tile.linear(x)[kept], alone[kept])
-
-
-@pytest.mark.parametrize("device", devices())
-def test_nan_and_inf_of_the_weight_stay_in_their_rows(device: str) -> None:
-    w = random_weight(130, 200, 0.5, torch.float16)
-    w[3, 7], w[70, 150] = float("nan"), float("inf")
-    y = packed(w, device).linear(torch.ones(5, 200, dtype=torch.float16, device=device)).cpu()
-    assert y[:, 3].isnan().all()
-    assert y[:, 70].isposinf().all()
-    assert y[:, [row for row in range(130) if row not in (3, 70)]].isfinite().all()
-
-
-@pytest.mark.parametrize("device", devices())
-def test_x_and_bias_of_any_stride_and_alignment(device: str) -> None:
-    for cols in (512, 500):
-        w = random_weight(130, cols, 0.5, torch.float16)
-        tile, long = packed(w, device), tokens_of(5, 2 * cols + 8)
-        on_device = long.to(device)
-        for view in (
-            lambda t, n=cols: t.reshape(-1)[1 : 1 + 4 * n].view(4, n),
-            lambda t, n=cols: t[:, :n],
-            lambda t, n=cols: t[:, 1 : 1 + 2 * n : 2],
-            lambda t, n=cols: t[:1, 8 : 8 + n],
-            lambda t, n=cols: t[:1, 1 : 1 + n],
-            lambda t, n=cols: t[0, 3 : 3 + n],
-            lambda t, n=cols: t.t()[:n, :3].t(),
-            lambda t, n=cols: t[:4, :n].view(2, 2, n).transpose(0, 1),
-            lambda t, n=cols: t[:1, :n].expand(7, n),
-        ):
-            assert_close(tile.linear(view(on_device)), w, view(long))
-        bias = random_vector(260, dtype=torch.float16)
-        assert_close(tile.linear(on_device[:, :cols], bias.to(device)[::2]), w, long[:, :cols], bias[::2])
-
-
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("tokens", [(), (1,), (1, 1), (3,), (2, 5), (0,), (2, 0, 3)])
-def test_leading_shapes(device: str, tokens: tuple[int, ...]) -> None:
-    w, bias = random_weight(96, 200, 0.5, torch.float16), random_vector(96, dtype=torch.float16, seed=3)
-    x = tokens_of(*tokens, 200)
-    y = packed(w, device).linear(x.to(device), bias.to(device))
-    assert y.shape == (*tokens, 96)
-    assert_close(y, w, x, bias)
-
-
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("tokens", [(), (2,), (80,)])
-def test_gradients_of_x_and_bias(device: str, tokens: tuple[int, ...]) -> None:
-    w = random_weight(48, 64, 0.5, torch.float16).to(device)
-    tile = packed(w, device)
-    x = tokens_of(*tokens, 64).to(device).requires_grad_()
-    bias = torch.zeros(48, dtype=torch.float16, device=device, requires_grad=True)
-    grad = tokens_of(*tokens, 48).to(device)
-    (tile.linear(x, bias) * grad).sum().backward()
-    torch.testing.assert_close(x.grad, grad @ w)
-    torch.testing.assert_close(bias.grad, grad.reshape(-1, 48).sum(0))
-    x.grad = None
-    (tile.linear(x) * grad).sum().backward()
-    torch.testing.assert_close(x.grad, grad @ w)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", devices())
-def test_opcheck(device: str) -> None:
-    w = random_weight(70, 130, 0.5, torch.float16).to(device)
-    tile = packed(w, device)
-    x, bias = tokens_of(2, 3, 130).to(device), random_vector(70, dtype=torch.float16).to(device)
-    torch.library.opcheck(torch.ops.macko.dense, tile.packed)
-    torch.library.opcheck(torch.ops.macko.check, tile.packed)
-    for given_x in (x, x.clone().requires_grad_()):
-        torch.library.opcheck(torch.ops.macko.linear, (given_x, *tile.packed, bias))
-        torch.library.opcheck(torch.ops.macko.linear, (given_x, *tile.packed))
-    for part_rows in ((64, 6), (6, 64), (70,)):
-        torch.library.opcheck(torch.ops.macko.linear_parts, (x, *tile.packed, part_rows))
-
-
-@pytest.mark.gpu
-@needs_capture
-@pytest.mark.parametrize("tokens", [1, 5, 64, 300, 600])
-def test_graph_of_layers(tokens: int) -> None:
-    layers = [packed(random_weight(512, 512, 0.5, torch.float16, seed=i)) for i in range(8)]
-    x, bias = tokens_of(tokens, 512).cuda(), random_vector(512, dtype=torch.float16).cuda()
-    assert_graph_of_layers(layers, x, bias, bare=3)
-
-
-@pytest.mark.parametrize("device", devices())
-def test_compiles_once_for_every_number_of_tokens(device: str) -> None:
-    tile = packed(random_weight(96, 128, 0.5, torch.float16), device)
-    bias = random_vector(96, dtype=torch.float16).to(device)
-    graphs = []
-
-    def count(graph: torch.fx.GraphModule, inputs: list) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(lambda x: tile.linear(x, bias), fullgraph=True, dynamic=True, backend=count)
-    for tokens in (2, 3, 8, 17, 64, 300):
-        x = tokens_of(tokens, 128).to(device)
-        assert_same_bits(compiled(x), tile.linear(x, bias))
-    assert len(graphs) == 1
-
-
-@pytest.mark.gpu
-def test_side_stream() -> None:
-    w, x = random_weight(256, 1024, 0.5, torch.float16), tokens_of(4, 1024)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        y = packed(w).linear(x.cuda())
-    stream.synchronize()
-    assert_close(y, w, x)
 
 
 # The plan for many tokens, and its schedule: plain C, so of this machine.
@@ -785,7 +511,7 @@ class Way(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    sources = Path(__file__).parent.parent / "csrc" / "slab"
+    sources = Path(__file__).parents[2] / "csrc" / "slab"
     if not shutil.which("cc") or not sources.exists():
         pytest.skip("needs cc and the sources")
     target = tmp_path_factory.mktemp("plans") / "plans.so"
@@ -797,7 +523,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 def test_shares_cover_every_slab_once_and_each_sum_is_sent_to_who_waits_for_it(tmp_path: Path) -> None:
     """The rules: `count` of stages, the first slab, slabs, a share's row blocks, who has a split one, its sums."""
-    sources = Path(__file__).parent.parent / "csrc" / "slab"
+    sources = Path(__file__).parents[2] / "csrc" / "slab"
     if not shutil.which("c++") or not sources.exists():
         pytest.skip("needs c++ and the sources")
     command = ["c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-x", "c++", "-", f"-I{sources}", "-o", "shares.so"]
@@ -837,12 +563,6 @@ def test_tiles_are_split_only_where_it_pays_beyond_l2(plans: ctypes.CDLL) -> Non
 # What comes from outside.
 
 
-def changed(tile: TileWeight, name: str, index: int | slice, value: int) -> TileWeight:
-    tensor = getattr(tile, name).clone()
-    tensor.view(torch.int16 if name == "data" else torch.int32)[index] = value
-    return dataclasses.replace(tile, **{name: tensor})
-
-
 @pytest.mark.parametrize("size", [{"rows": 40}, {"cols": 69}])
 @pytest.mark.parametrize("device", devices())
 def test_a_value_just_outside_is_refused(device: str, size: dict[str, int]) -> None:
@@ -853,104 +573,12 @@ def test_a_value_just_outside_is_refused(device: str, size: dict[str, int]) -> N
         dataclasses.replace(tile, **size).validate()
 
 
-@pytest.mark.parametrize("device", devices())
-def test_validate_names_what_is_wrong(device: str) -> None:
-    w = random_weight(65, 300, 0.5, torch.float16, seed=3)
-    w[0, :8] = 1
-    tile = packed(w, device)  # four slabs: 64 x 256, 64 x 44, 1 x 256, 1 x 44
-    tile.validate()
-    last, second = 64 * int(tile.offsets[3]), int(tile.offsets[1])
-    unused = int((tile.data[1344 : 64 * second] == 0).nonzero()[-1]) + 1344
-    broken = {
-        r"offsets\[0\] is 1": changed(tile, "offsets", 0, 1),
-        r"offsets\[1\] is -5": changed(tile, "offsets", 1, -5),
-        r"offsets\[2\] is 2147483647": changed(tile, "offsets", 2, 2**31 - 1),
-        r"offsets\[1\] is 20": changed(tile, "offsets", 1, 20),
-        rf"offsets\[1\] is {second + 278}": changed(tile, "offsets", 1, second + 278),
-        "widest is 277": dataclasses.replace(tile, widest=277),
-        "offsets ends with": dataclasses.replace(tile, data=torch.cat([tile.data, tile.data[:64] * 0])),
-        "slab 3 of row block 1: word 0 of its masks has a value outside": changed(tile, "data", last + 1, 1),
-        "slab 3 of row block 1: word 128 of its masks has a value outside": changed(tile, "data", last + 256, 1),
-        "slab 0 of row block 0 has another size than the 0 rows": changed(tile, "data", slice(0, 1024), 0),
-        "slab 0 of row block 0, byte 2562: not the row": changed(tile, "data", 1281, 7),
-        "slab 0 of row block 0, byte 2686: not the row": changed(tile, "data", 1343, 1),
-        "slab 3 of row block 1, byte 2052: not the spill offset": changed(tile, "data", last + 1026, 3),
-        "slab 0 of row block 0, byte 2688: a zero is stored": changed(tile, "data", 1344, -(2**15)),
-        rf"byte {2 * unused}: .*, or what is no value is not zero": changed(tile, "data", unused, -(2**15)),
-        "entries is 7": dataclasses.replace(tile, entries=7),
-        "offsets has 5 elements, expected 7": dataclasses.replace(tile, cols=600),
-        "offsets has 5 elements, expected 3": dataclasses.replace(tile, rows=64),
-        "rows is -65": dataclasses.replace(tile, rows=-65),
-        "cols is 4611686018427387904": dataclasses.replace(tile, cols=2**62),
-        "data has 9 elements": dataclasses.replace(tile, data=tile.data[:9]),
-        "offsets has dtype int64": dataclasses.replace(tile, offsets=tile.offsets.long()),
-        "data has dtype float32, expected float16 or bfloat16": dataclasses.replace(tile, data=tile.data.float()),
-    }
-    for message, other in broken.items():
-        with pytest.raises(ValueError, match=f"not a tile weight: .*{message}"):
-            other.validate()
-
-
-WEIGHT = TileWeight.from_dense(random_weight(70, 300, 0.4, torch.float16))
-
-
-@given(index=st.integers(0, WEIGHT.data.shape[0] - 1), value=st.integers(-(2**15), 2**15 - 1))
-def test_any_other_byte_is_found(index: int, value: int) -> None:
-    """There is one way to pack a matrix: what has no fault is what packing it gives."""
-    other = changed(WEIGHT, "data", index, value)
-    before, after = (int(tile.data.view(torch.int16)[index]) for tile in (WEIGHT, other))
-    place = index - 64 * int(WEIGHT.offsets[WEIGHT.offsets * 64 <= index][-1])
-    if int(torch.ops.macko.check(*other.packed)[0]) == 0:
-        again = packed(other.to_dense(), "cpu")
-        assert_same_bits(again.data, other.data)
-        assert_same_bits(again.offsets, other.offsets)
-    else:
-        assert before != after
-        assert place < 1344 or not before or not after & 0x7FFF
-
-
-@given(
-    offsets=st.lists(st.integers(-1, 10).map(lambda rows: 21 + rows), min_size=4, max_size=4),
-    seed=st.integers(0, 2**31),
-    fill=st.sampled_from((0.001, 0.5)),
-)
-def test_bytes_of_any_kind_are_checked(offsets: list[int], seed: int, fill: float) -> None:
-    """Nothing is read behind them, whatever they are."""
-    random = torch.Generator().manual_seed(seed)
-    ends = torch.tensor([0, *offsets]).cumsum(0).int()
-    data = torch.randint(-(2**15), 2**15, (64 * max(int(ends[-1]), 4 * 21),), generator=random, dtype=torch.int16)
-    data *= torch.rand(data.shape, generator=random) < fill
-    tile = TileWeight(data.view(torch.float16), ends, 65, 300, max(21, *offsets), 0)
-    assert int(torch.ops.macko.check(*tile.packed)[0])
-
-
-@pytest.mark.parametrize("device", devices())
-def test_errors_name_the_argument(device: str) -> None:
-    tile = packed(random_weight(30, 50, 0.5, torch.float16), device)
-    x = tokens_of(3, 50).to(device)
-    with pytest.raises(RuntimeError, match=r"x has shape \[3, 49\], expected \[..., 50\]"):
-        tile.linear(x[:, :49])
-    with pytest.raises(RuntimeError, match="x has dtype bfloat16, expected float16"):
-        tile.linear(x.bfloat16())
-    with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
-        tile.linear(x, x[0, :29])
-    with pytest.raises(RuntimeError, match="widest is 278, expected 21 to 277"):
-        dataclasses.replace(tile, widest=278).linear(x)
-    shifted = torch.cat([tile.data[:1], tile.data])[1:]
-    with pytest.raises(RuntimeError, match="data begins 2 bytes past a multiple of 16"):
-        dataclasses.replace(tile, data=shifted).linear(x)
+def test_a_canonical_weight_that_lies_is_not_laid_out() -> None:
+    canonical = MackoWeight.from_dense(tokens_of(3, 50))
     with pytest.raises(RuntimeError, match="delta_bits is 3"):
-        layouts.tile_pack(*MackoWeight.from_dense(x).tensors().values(), 50, 3)
-    canonical = MackoWeight.from_dense(x)
-    deltas = canonical.deltas.clone()
-    deltas[:] = 255
+        layouts.tile_pack(*canonical.tensors().values(), 50, 3)
     with pytest.raises(RuntimeError, match="macko::lay_out: deltas put entry"):
-        TileWeight.from_macko(dataclasses.replace(canonical, deltas=deltas))
-
-
-def test_float32_is_refused_with_the_reason() -> None:
-    with pytest.raises(RuntimeError, match="values has dtype float32, expected float16 or bfloat16"):
-        packed(torch.ones(2, 2), "cpu")
+        TileWeight.from_macko(dataclasses.replace(canonical, deltas=torch.full_like(canonical.deltas, 255)))
 
 
 # Layers and models.

@@ -1,4 +1,4 @@
-"""The layouts dense8 and sparse8: bytes by their specification, codes, products of any tokens, faults, files."""
+"""Values of 8 bits: codes and scales, and layers and files of them. Bytes and products: kernels/test_slabs.py."""
 
 from __future__ import annotations
 
@@ -12,132 +12,28 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import macko
-from benchmarks.spmm import GEMM_SIZES
-from macko import SparseLinear
-from macko.choose.auto import Options, pack
+from macko.choose.auto import pack
+from macko.choose.options import Options
 from macko.pruning import grids
-from macko.weights import codes
-from macko.weights.formats import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, saved_as
-from macko.weights.shards import sliced
-from tests import reference
-from tests.common import (
-    Plan,
-    assert_close_library,
-    assert_close_spmv,
-    assert_graph_of_layers,
-    assert_other_tensors_are_refused,
-    assert_same_bits,
-    devices,
-    each_token,
-    integer_problem,
-    mask,
-    needs_capture,
-    random_vector,
-)
-from tests.test_dense12 import SHAPES, TOKENS
-from tests.test_tile import chain
+from macko.weights import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, Sparse8Weight, codes, saved_as
+from tests.common import HALVES, assert_same_bits, devices, mask, random_vector
+from tests.kernels.codecs import DESCRIPTORS
 
-DTYPES = (torch.bfloat16, torch.float16)
 KINDS = (0, 1)
 FORMATS = (Dense8Weight, Sparse8Weight)
 each_format = pytest.mark.parametrize("format", FORMATS)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_dtype = pytest.mark.parametrize("dtype", HALVES)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def numbers(*shape: int, kind: int, density: float = 0.5, seed: int = 0) -> Tensor:
-    """Codes of every value but -0.0 and NaN, under a mask."""
-    random = torch.Generator().manual_seed(seed)
-    bytes_ = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
-    if not kind:
-        bytes_ = torch.where(bytes_ & 127 == 127, 1, torch.where(bytes_ == 128, 0, bytes_))
-    kept = mask("uniform", *shape, density, seed) if bytes_.numel() else torch.zeros(shape, dtype=torch.bool)
-    return torch.where(kept, bytes_, 0).view(codes.TYPES[kind])
-
-
-def scales_of(rows: int, seed: int = 0) -> Tensor:
-    return torch.rand(rows, generator=torch.Generator().manual_seed(seed)) / 100 + 0.001
-
-
-def made_of(
-    format: type[ByteWeight], *shape: int, kind: int, dtype: torch.dtype, device: str = "cpu", density: float = 0.5
-) -> ByteWeight:
-    held = numbers(*shape, kind=kind, density=density).to(device)
-    return format.from_codes(held, scales_of(shape[0]).to(device), dtype)
-
-
-def assert_packs(format: type[ByteWeight], held: Tensor, dtype: torch.dtype, device: str) -> None:
-    """Byte for byte; and the codes, and codes times scales, back."""
-    scales = scales_of(len(held))
-    made = format.from_codes(held.to(device), scales.to(device), dtype)
-    made.validate()
-    assert_same_bits(made.codes(), held)
-    assert_same_bits(made.scales, scales)
-    assert_same_bits(made.to_dense(), (held.float() * scales[:, None]).to(dtype))
-    if isinstance(made, Sparse8Weight):
-        data, offsets, sizes = reference.sparse8_pack(held, dtype)
-        assert [made.widest, made.kind, made.entries] == sizes
-        assert_same_bits(made.offsets, offsets)
-    else:
-        data = reference.dense8_pack(held, dtype)
-    assert_same_bits(made.data, data)
-
-
-def assert_close(y: Tensor, made: ByteWeight, x: Tensor, bias: Tensor | None = None, by_rows: bool = False) -> None:
-    """y against x W^T + bias, of the unrounded W; by dense rows of W as it is rounded.
-
-    Behind the sums of tile's kernels are one product with the scale, and one addition.
-    """
-    if y.is_cuda and not by_rows:
-        assert_close_spmv(y, made.unrounded(), x, bias, chain=chain(made.cols) + 2)
-    else:
-        assert_close_library(y, made.to_dense(), x, bias)
-
-
-# Bytes.
-
-
-@pytest.mark.parametrize("device", devices())
-@each_format
-@each_dtype
-@each_kind
-def test_bytes_and_round_trip_of_every_shape(
-    device: str, format: type[ByteWeight], dtype: torch.dtype, kind: int
-) -> None:
-    for rows, cols in SHAPES:
-        for density in (0.05, 0.5, 1.0):
-            assert_packs(format, numbers(rows, cols, kind=kind, density=density), dtype, device)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", devices())
-@given(
-    rows=st.integers(0, 140),
-    cols=st.integers(0, 600),
-    density=st.sampled_from((0.0, 0.01, 0.1, 0.5, 0.9, 1.0)),
-    seed=st.integers(0, 9),
-    kind=st.sampled_from(KINDS),
-    format=st.sampled_from(FORMATS),
-    dtype=st.sampled_from(DTYPES),
-)
-def test_round_trip_of_any_shape(
-    device: str,
-    rows: int,
-    cols: int,
-    density: float,
-    seed: int,
-    kind: int,
-    format: type[ByteWeight],
-    dtype: torch.dtype,
-) -> None:
-    assert_packs(format, numbers(rows, cols, kind=kind, density=density, seed=seed), dtype, device)
+def made_of(format: type[ByteWeight], rows: int, cols: int, *, kind: int, dtype: torch.dtype) -> Any:
+    codec = DESCRIPTORS[format.format](dtype, kind)
+    return codec.packed(codec.source(rows, cols), "cpu")
 
 
 @each_format
@@ -147,13 +43,6 @@ def test_negative_zeros_are_zeros(format: type[ByteWeight]) -> None:
     made.validate()
     assert_same_bits(made.to_dense(), torch.tensor([[0, 1, 0], [-1, 0, 0]], dtype=torch.float16))
     assert made.density == 2 / 6
-
-
-def test_bytes_a_weight() -> None:
-    """A byte, or a bit and a byte a value; padding takes some 7 % at half density, and a row has a scale."""
-    dense, sparse = (made_of(f, 1024, 4096, kind=0, dtype=torch.bfloat16).nbytes for f in FORMATS)
-    assert dense == 1024 * 4096 + 1024 * 4
-    assert 0.69 < sparse / 1024 / 4096 < 0.70
 
 
 # Codes.
@@ -330,117 +219,6 @@ def test_a_gpu_rounds_to_the_bytes_of_the_cpu(dtype: torch.dtype, kind: int) -> 
                 assert_same_bits(got, wanted)
 
 
-@pytest.mark.gpu
-@each_format
-@each_dtype
-@each_kind
-def test_a_gpu_packs_to_the_bytes_of_the_cpu(format: type[ByteWeight], dtype: torch.dtype, kind: int) -> None:
-    w = (torch.randn(700, 1000, generator=torch.Generator().manual_seed(3)) / 30).to(dtype)
-    w = torch.where(mask("uniform", 700, 1000, 0.4), w, 0)
-    cpu, gpu = format.from_dense(w, kind), format.from_dense(w.cuda(), kind)
-    assert gpu.header == cpu.header
-    for name, tensor in cpu.tensors().items():
-        assert_same_bits(gpu.tensors()[name], tensor)
-
-
-# Products.
-
-
-@pytest.mark.parametrize("device", devices())
-@each_format
-@each_dtype
-@each_kind
-def test_products_of_every_shape(device: str, format: type[ByteWeight], dtype: torch.dtype, kind: int) -> None:
-    for rows, cols in SHAPES:
-        made = made_of(format, rows, cols, kind=kind, dtype=dtype, device=device)
-        bias = random_vector(rows, dtype=dtype)
-        for count in (0, 1, 2, 9, 70):
-            x = random_vector(count, cols, dtype=dtype)
-            y = made.linear(x.to(device), bias.to(device))
-            assert_close(y, made, x, bias, by_rows=not cols)
-            assert_same_bits(made.linear(x.to(device), bias.to(device)), y)
-            assert_close(made.linear(x.to(device)), made, x, by_rows=not cols)
-
-
-@pytest.mark.gpu
-@each_format
-@each_dtype
-@each_kind
-@pytest.mark.parametrize(("rows", "cols"), [(300, 1001), (1025, 2056), (64, 256), (130, 4096)])
-def test_random_products(format: type[ByteWeight], dtype: torch.dtype, kind: int, rows: int, cols: int) -> None:
-    made, bias = made_of(format, rows, cols, kind=kind, dtype=dtype, device="cuda"), random_vector(rows, dtype=dtype)
-    for count in TOKENS:
-        x = random_vector(count, cols, dtype=dtype)
-        assert_close(made.linear(x.cuda(), bias.cuda()), made, x, bias)
-
-
-def exact_problem(
-    format: type[ByteWeight], rows: int, cols: int, kind: int, dtype: torch.dtype, device: str
-) -> tuple[ByteWeight, Tensor, Tensor]:
-    """Small integers, of rows that have powers of two for scales: exact in every order of summation."""
-    w, x, y = integer_problem(rows, cols, 0.5 if format is Sparse8Weight else 1.0, dtype)
-    scales = 2.0 ** torch.randint(-3, 4, (rows,), generator=torch.Generator().manual_seed(3))
-    made = format.from_codes(w.float().to(codes.TYPES[kind]).to(device), scales.to(device), dtype)
-    return made, x, (y.float() * scales).to(dtype)
-
-
-@pytest.mark.parametrize("device", devices())
-@each_format
-@each_dtype
-@each_kind
-@pytest.mark.parametrize(("rows", "cols"), [(130, 2200), (301, 2307), (64, 4096)])
-def test_exact_products(
-    device: str, format: type[ByteWeight], dtype: torch.dtype, kind: int, rows: int, cols: int
-) -> None:
-    made, x, y = exact_problem(format, rows, cols, kind, dtype, device)
-    for count in TOKENS if device == "cuda" else (1, 65):
-        xs, ys = each_token(x, y, count)
-        assert_same_bits(made.linear(xs.to(device)) + 0, ys)
-
-
-@pytest.mark.parametrize("device", devices())
-@each_format
-@each_dtype
-@each_kind
-def test_products_with_the_identity_are_the_weight(
-    device: str, format: type[ByteWeight], dtype: torch.dtype, kind: int
-) -> None:
-    """Every code in every place, by the kernel for few tokens and by that for many."""
-    for density in (0.03, 0.5, 1.0):
-        made = made_of(format, 128, 512, kind=kind, dtype=dtype, device=device, density=density)
-        identity, wanted = torch.eye(512, dtype=dtype, device=device), made.to_dense()
-        for tokens in (8, 16, 32, 64, 512) if device == "cuda" else (512,):
-            y = torch.cat([made.linear(x) for x in identity.split(tokens)])
-            assert_same_bits(y + 0, wanted.t() + 0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("keys", ["tile_tokens=0", "tile_tokens=1000000", "pdl=0"])
-@each_format
-def test_every_path_gives_the_same(keys: str, format: type[ByteWeight], plan: Plan) -> None:
-    plan(keys)
-    for kind in KINDS:
-        for dtype in DTYPES:
-            made, x, y = exact_problem(format, 300, 2307, kind, dtype, "cuda")
-            for count in (1, 8, 64, 65, 300):
-                xs, ys = each_token(x, y, count)
-                assert_same_bits(made.linear(xs.cuda()) + 0, ys)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", GEMM_SIZES)
-@pytest.mark.parametrize("split", range(3))
-@each_format
-def test_every_way_to_multiply_many(way: str, split: int, format: type[ByteWeight], plan: Plan) -> None:
-    plan(f"tile_gemm={way}x{split}")
-    for kind in KINDS:
-        for dtype in DTYPES:
-            made, x, y = exact_problem(format, 1100, 2307, kind, dtype, "cuda")
-            for count in (65, 300):
-                xs, ys = each_token(x, y, count)
-                assert_same_bits(made.linear(xs.cuda()) + 0, ys)
-
-
 @pytest.mark.parametrize("device", devices())
 @each_format
 @each_dtype
@@ -460,18 +238,6 @@ def test_an_empty_row_is_zero_and_scales_are_of_their_rows(
             assert torch.equal(y, (held[:, ::100].float().sum(1) * scales).expand(tokens, -1))
 
 
-@pytest.mark.parametrize("device", devices())
-@each_format
-@pytest.mark.parametrize("tokens", [1, 9, 64, 65, 300])
-def test_nan_of_a_token_stays_in_it(device: str, format: type[ByteWeight], tokens: int) -> None:
-    made = made_of(format, 200, 600, kind=1, dtype=torch.bfloat16, device=device)
-    x = random_vector(tokens, 600, dtype=torch.bfloat16)
-    x[tokens // 2, 17] = float("nan")
-    y = made.linear(x.to(device)).cpu()
-    assert y[tokens // 2].isnan().all()
-    assert y[torch.arange(tokens) != tokens // 2].isfinite().all()
-
-
 @pytest.mark.gpu
 @each_format
 def test_sums_of_the_largest_and_smallest_codes(format: type[ByteWeight]) -> None:
@@ -479,134 +245,11 @@ def test_sums_of_the_largest_and_smallest_codes(format: type[ByteWeight]) -> Non
     for kind, pair in ((0, (448.0, -(2.0**-9))), (1, (-128.0, 1.0))):
         held = torch.zeros(64, 256)
         held[:, 5], held[:, 6] = pair
-        for dtype in DTYPES:
+        for dtype in HALVES:
             made = format.from_codes(held.to(codes.TYPES[kind]).cuda(), torch.ones(64).cuda(), dtype)
             x = torch.zeros(2, 256, dtype=dtype)
             x[0, 5] = x[1, 6] = 1
             assert made.linear(x.cuda()).float().cpu().tolist() == [[pair[0]] * 64, [pair[1]] * 64]
-
-
-@pytest.mark.gpu
-@each_format
-@pytest.mark.parametrize("part_rows", [(64, 128, 108), (300,), (192, 0, 108), (100, 200), (128, 172)])
-def test_parts_of_a_merged_layer(format: type[ByteWeight], part_rows: tuple[int, ...]) -> None:
-    made, x, y = exact_problem(format, 300, 1001, 0, torch.bfloat16, "cuda")
-    for count in (1, 20, 64, 65, 300):
-        xs, ys = each_token(x, y, count)
-        parts = made._own_parts(xs.cuda(), part_rows)
-        assert_same_bits(torch.cat([*parts], -1) + 0, ys)
-
-
-@pytest.mark.gpu
-@needs_capture
-@each_format
-def test_graph_capture(format: type[ByteWeight]) -> None:
-    layers = [made_of(format, 512, 512, kind=kind, dtype=torch.bfloat16, device="cuda") for kind in KINDS * 2]
-    bias = random_vector(512, dtype=torch.bfloat16).cuda()
-    for tokens in (1, 40, 300):
-        assert_graph_of_layers(layers, random_vector(tokens, 512, dtype=torch.bfloat16).cuda(), bias, 3)
-
-
-@pytest.mark.parametrize("device", devices())
-@each_format
-def test_ops_in_the_compiler(device: str, format: type[ByteWeight]) -> None:
-    made = made_of(format, 70, 300, kind=1, dtype=torch.bfloat16, device=device)
-    x = random_vector(3, 300, dtype=torch.bfloat16).to(device).requires_grad_()
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.macko.linear, (x, *made.packed, None), test_utils=tests)
-    torch.library.opcheck(torch.ops.macko.dense, made.packed, test_utils=tests)
-    held = numbers(70, 300, kind=1).view(torch.uint8).to(device)
-    torch.library.opcheck(torch.ops.macko.pack, (held, format.number, [1, 1]), test_utils="test_faketensor")
-    layer = SparseLinear.from_packed(made)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    y = compiled(x)
-    assert_same_bits(y.detach(), layer(x).detach())
-    grad = torch.autograd.grad(y.float().sum(), x)[0]
-    assert_close_library(grad.detach(), made.to_dense().t(), torch.ones(3, 70, dtype=torch.bfloat16, device=device))
-
-
-# Faults.
-
-
-def changed(made: ByteWeight, byte: int, value: int) -> ByteWeight:
-    data = made.data.clone()
-    data.view(torch.uint8)[byte] = value
-    return dataclasses.replace(made, data=data)  # type: ignore[type-var]
-
-
-def test_faults_are_named() -> None:
-    at = "slab 0 of row block 0"
-    dense = made_of(Dense8Weight, 70, 300, kind=0, dtype=torch.float16)
-    sparse = made_of(Sparse8Weight, 70, 300, kind=0, dtype=torch.float16)
-    assert isinstance(sparse, Sparse8Weight)
-    bad = {
-        value: dense.scales.index_fill(0, torch.tensor([66]), value) for value in (0.0, -1.0, 2.0**122, float("inf"))
-    }
-    end = int(sparse.offsets[1]) * 128
-    start = int(sparse.data.view(torch.uint8)[2048])
-    replace: Any = dataclasses.replace
-    for made, message in (
-        *(
-            (replace(dense, scales=scales), "the scale of row 66 is not above 0 and below 2.122")
-            for scales in bad.values()
-        ),
-        *(
-            (replace(sparse, scales=scales), "the scale of row 66 is not above 0 and below 2.122")
-            for scales in bad.values()
-        ),
-        (changed(dense, 0, 0x7F), f"{at}, byte 0: NaN or -0.0"),
-        (changed(dense, 9, 0x80), f"{at}, byte 9: NaN or -0.0"),
-        (changed(dense, 2 * 16384 + 2047, 3), "slab 2 of row block 1, byte 2047: an element outside"),
-        (replace(dense, scales=dense.scales[1:]), "scales has 69 elements, the matrix has 70 rows"),
-        (replace(dense, scales=dense.scales.half()), "scales has dtype float16, expected float32"),
-        (replace(dense, kind=2), "kind is 2, expected 0, 1"),
-        (replace(dense, data=dense.data[:-8]), "data has 32760 elements, expected 32768 for a matrix of 70 x 300"),
-        (replace(sparse, offsets=sparse.offsets + 1), r"offsets\[0\] is 1, expected 0 at the start"),
-        (replace(sparse, widest=90), "widest is 90, the largest slab has"),
-        (replace(sparse, widest=20), "widest is 20, expected 21 to 149"),
-        (replace(sparse, entries=7), "entries is 7, it has"),
-        (replace(sparse, data=torch.cat([sparse.data, sparse.data[:64]])), "offsets ends with .*, data has"),
-        (changed(sparse, end + 1023, 255), "slab 1 of row block 0, byte 1020: a mask has a value outside"),
-        (changed(sparse, 2048, start + 1), f"{at}, byte 2048: not the start of these values"),
-        (changed(sparse, 2560, 1), f"{at}, byte 2560: not where a slice's values begin"),
-        (changed(sparse, 2576, 1), f"{at}, byte 2576: not where a slice's values begin"),
-        (changed(sparse, 2688, 0), f"{at}, byte 2688: zero or NaN is stored"),
-        (changed(sparse, 2688, 0x7F), f"{at}, byte 2688: zero or NaN is stored"),
-    ):
-        with pytest.raises(ValueError, match=f"not an? (dense8|sparse8) weight: .*{message}"):
-            made.validate()
-
-
-WEIGHTS = [made_of(format, 70, 300, kind=kind, dtype=dtype) for format in FORMATS for kind in KINDS for dtype in DTYPES]
-
-
-@given(which=st.integers(0, len(WEIGHTS) - 1), place=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
-def test_any_other_byte_is_found(which: int, place: float, value: int) -> None:
-    """There is one way to pack codes: what has no fault is what packing its own gives."""
-    made = WEIGHTS[which]
-    other = changed(made, int(place * made.data.numel() * 2), value)
-    if int(torch.ops.macko.check(*other.packed)[0]) == 0:
-        assert_same_bits(type(made).from_codes(other.codes(), other.scales, other.dtype).data, other.data)
-
-
-@given(seed=st.integers(0, 2**31), fill=st.sampled_from((0.0001, 0.001, 0.5)), units=st.integers(21, 40))
-def test_bytes_of_any_kind_are_checked(seed: int, fill: float, units: int) -> None:
-    """Nothing is read behind them, whatever they are."""
-    made = made_of(Sparse8Weight, 65, 300, kind=0, dtype=torch.bfloat16)
-    random = torch.Generator().manual_seed(seed)
-    data = torch.randint(0, 256, (4 * units * 128,), generator=random, dtype=torch.uint8)
-    data *= torch.rand(data.shape, generator=random) < fill
-    offsets = torch.arange(5, dtype=torch.int32) * units
-    replace: Any = dataclasses.replace
-    made = replace(made, data=data.view(torch.bfloat16), offsets=offsets, widest=units)
-    assert int(torch.ops.macko.check(*made.packed)[0])
-
-
-@pytest.mark.parametrize("device", devices())
-@each_format
-def test_errors_name_the_argument(device: str, format: type[ByteWeight]) -> None:
-    made = made_of(format, 30, 50, kind=0, dtype=torch.bfloat16, device=device)
-    assert_other_tensors_are_refused(made)
 
 
 # Moving, cutting, files.
@@ -631,8 +274,8 @@ def test_another_dtype_keeps_codes_and_scales(format: type[ByteWeight], kind: in
 @each_kind
 def test_parts_have_the_codes_of_the_whole(format: type[ByteWeight], kind: int) -> None:
     made = made_of(format, 130, 300, kind=kind, dtype=torch.float16)
-    assert_same_bits(sliced(made, 0, 3, 77).to_dense(), made.to_dense()[3:77])
-    assert_same_bits(sliced(made, 1, 8, 100).to_dense(), made.to_dense()[:, 8:100])
+    assert_same_bits(made.cut(0, 3, 77).to_dense(), made.to_dense()[3:77])
+    assert_same_bits(made.cut(1, 8, 100).to_dense(), made.to_dense()[:, 8:100])
 
 
 def tower(dtype: torch.dtype = torch.bfloat16, zeros: bool = True) -> Any:
@@ -787,10 +430,9 @@ def test_values_are_of_auto_and_of_the_formats_that_hold_them() -> None:
         assert_same_bits(pack(w, Options(values=values)).to_dense(), Sparse8Weight.from_dense(w, kind).to_dense())
         full = random_vector(*w.shape, dtype=w.dtype)
         assert pack(full, Options(values=values)).label == f"dense8 {values}"
-        with pytest.raises(ValueError, match="the format is 'tile'"):
+        with pytest.raises(ValueError, match=f"values is '{values}', format 'tile' takes exact"):
             Options("tile", values=values)
-        with pytest.raises(ValueError, match="slide's 8 bits are"):
-            Options("mixed", values=values)
+        assert not isinstance(pack(w, Options("mixed", values=values)), ByteWeight)  # slide's own 8 bits, if it fits
     assert pack(w, Options("sparse8")).label == "sparse8 fp8"
     with pytest.raises(ValueError, match="values is 'raw', expected one of exact, fp8, int8"):
         macko.compress_(tower(), values="raw")
@@ -810,15 +452,6 @@ def test_a_layer_keeps_its_codes() -> None:
     dense = layer.to_linear()
     layer.reformat_("macko")
     assert_same_bits(layer.packed.to_dense(), dense.weight.detach())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_whose_largest_is_minus_128_keeps_its_values(dtype: torch.dtype) -> None:
-    numbers = torch.randint(-127, 128, (16, 128), generator=torch.Generator().manual_seed(3))
-    numbers[:, 5] = -128
-    scales = torch.linspace(0.01, 0.02, 16).half().float()
-    w = (numbers * scales[:, None]).to(dtype)
-    assert_same_bits(Dense8Weight.from_dense(w, 1).to_dense(), w)
 
 
 def test_another_layout_of_8_bits_holds_the_same_codes() -> None:

@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 VLLM_VENV ?= .venv-vllm
+VERSION ?= 5.0.0
+TRANSFORMERS_VENV ?= .venv-transformers-$(VERSION)
 
 # ENV is what building takes; DEMO and TOOLS have besides what make demo does, and what tests and lint do.
 ifeq ($(strip $(VENV)),)
@@ -19,13 +21,13 @@ TOOLS := $(VENV)/.installed
 endif
 
 # A dot where a command says nothing for three seconds.
-ALIVE := $(PYTHON) tools/alive.py
+ALIVE := $(PYTHON) verify/alive.py
 
-.PHONY: help demo check test test-vllm build bench report lanes sanitize stress soak fuzz mutants docs lint format \
+.PHONY: help demo check test test-vllm test-transformers build bench report lanes sanitize stress soak fuzz mutants docs lint format \
     wheel clean
 
 help: ## what each target does
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 20
 	@echo "with PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH); VENV= for the environment that is there"
 	@echo "MACKO_CUDA=1 builds for GPUs where torch has no CUDA too, V=1 shows whole commands (docs/build.md)"
 
@@ -76,6 +78,16 @@ test-vllm: ## the vLLM plugin in a vLLM for CPUs, in $(VLLM_VENV): 4 GB, a quart
 	MACKO_CUDA=0 $(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py
 
+# What concerns transformers, with the libraries that are built here: TORCH is the torch of both.
+test-transformers: build ## those tests with the transformers of VERSION=5.0.0, in an environment of its own
+	test -x $(TRANSFORMERS_VENV)/bin/pytest || { \
+	    $(PYTHON) -m venv $(TRANSFORMERS_VENV) && \
+	    $(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1" && \
+	    $(TRANSFORMERS_VENV)/bin/python -m pip install --quiet "$(TORCH)" && \
+	    $(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --group test "transformers==$(VERSION)"; }
+	PYTHONPATH=$(CURDIR) $(TRANSFORMERS_VENV)/bin/python -m pytest tests/test_transformers.py tests/test_other_hands.py \
+	    tests/test_prune.py tests/test_cli.py
+
 bench: build $(TOOLS) ## decode times against dense, written to benchmarks/results/
 	$(PY) -m benchmarks.spmv --gpu
 
@@ -83,20 +95,20 @@ report: $(TOOLS) ## tables and plots of README and docs from benchmarks/results/
 	$(if $(ENV),$(PY) -m pip install --quiet --group report)
 	$(PY) -m benchmarks.report
 
-# initcheck and racecheck can follow a library of their own only (docs/kernels.md, "Sanitizers and races").
+# initcheck and racecheck can follow a library of their own only (docs/verifying.md, "Sanitizers").
 LANES = NVCC_APPEND_FLAGS=-DMACKO_EVERY_LANE_ARRIVES
 lanes: $(ENV) ## the libraries that make sanitize looks at, in build/lanes
 	@$(LANES) $(PY) setup.py --quiet build_ext --build-lib build/lanes --build-temp build/lanes/objects
 
 sanitize: build lanes $(TOOLS) ## every kernel under compute-sanitizer's four tools, all at once, in ten minutes
-	$(PY) tools/sanitize.py memcheck initcheck synccheck racecheck
+	$(PY) -m verify.sanitize memcheck initcheck synccheck racecheck
 
 MINUTES ?= 10
 stress: build $(TOOLS) ## exact products by the ten thousand on every GPU, for MINUTES=10: a race gives a wrong one
-	$(PY) -m tests.stress --minutes $(MINUTES) --jobs 3
+	$(PY) -m verify.stress --minutes $(MINUTES) --jobs 3
 
 soak: build $(TOOLS) ## a sparse 7B model that decodes for MINUTES=10: the same tokens, no byte more
-	$(PY) -m benchmarks.soak --minutes $(MINUTES)
+	$(PY) -m verify.soak --minutes $(MINUTES)
 
 # Where there is clang its libFuzzer goes after what reaches new code, else (or with CLANG=) fuzz_core.c changes at random.
 CLANG ?= $(shell command -v clang)
@@ -104,15 +116,15 @@ SANITIZED = $(or $(CLANG),$(CC)) -std=c17 -D_GNU_SOURCE -O1 -g -Wall -Wextra -We
     -fsanitize=address,undefined $(if $(CLANG),-fsanitize=fuzzer -DLIBFUZZER)
 
 fuzz: build $(TOOLS) ## files that lie: a minute of the C core under sanitizers, then of every reader
-	$(PY) -m tests.fuzz --corpus build/corpus
-	$(SANITIZED) -o build/fuzz_core tests/fuzz_core.c $$(find csrc contrib -name '*.c' ! -path '*/torch/*') -lm
+	$(PY) -m verify.fuzz --corpus build/corpus
+	$(SANITIZED) -o build/fuzz_core verify/fuzz_core.c $$(find csrc contrib -name '*.c' ! -path '*/torch/*') -lm
 	mkdir -p build/found
 	build/fuzz_core $(if $(CLANG),-max_total_time=60 -verbosity=0 -print_funcs=0 -print_final_stats=1 \
 	    -artifact_prefix=build/ build/found build/corpus,build/corpus 60)
-	$(PY) -m tests.fuzz --cases 20000 --out ""
+	$(PY) -m verify.fuzz --cases 20000 --out ""
 
 mutants: build $(TOOLS) ## faults planted one by one: which tests notice? Ten minutes
-	$(PY) tools/mutate.py
+	$(PY) -m verify.mutate
 
 lint: $(TOOLS) ## ruff, mypy and clang-format: nothing is changed (make format does)
 	$(PY) -m ruff check .

@@ -8,7 +8,6 @@ Prints a table and adds a line per measurement to the file. Every output is chec
 from __future__ import annotations
 
 import argparse
-import time
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 import macko.ops as ops
 from benchmarks import EIGHT
-from benchmarks.timing import append_jsonl, copies, provenance, time_graph, time_host
+from benchmarks.timing import append_jsonl, copies, provenance, time_dense, time_graph, time_host, time_waiting
 from tests.common import assert_close_spmv, assert_same_bits, cuda_chain
 
 
@@ -40,10 +39,8 @@ def spmv(
     y = ops.spmv(*packed, cols, x, delta_bits)
     some = torch.randperm(rows, device="cuda")[:512]
     assert_close_spmv(y[some], w[some], x, chain=cuda_chain(packed[2]))
-    dense = [c[0] for c in copies([w])]
-    linear_us = time_graph([partial(F.linear, x, c) for c in dense])
-    mv_us = time_graph([partial(torch.mv, c, x) for c in dense])
-    del w, dense
+    linear_us, mv_us = time_dense(w, x)
+    del w
     calls = [partial(torch.ops.macko.spmv, *p, cols, x, delta_bits) for p in copies(packed)]
     ours = time_graph(calls)
     best_us = min(linear_us.median_us, mv_us.median_us)
@@ -74,14 +71,7 @@ def packing(rows: int, cols: int, density: float, delta_bits: int = 4) -> dict:
         ("unpack_checked", lambda: ops.unpack(*packed, cols, delta_bits)),
         ("check", lambda: ops.check(*packed, cols, delta_bits)),
     ):
-        times = []
-        for _ in range(10):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        gbps[f"{name}_gbps"] = w.nbytes / sorted(times)[5] / 1e9
+        gbps[f"{name}_gbps"] = w.nbytes / time_waiting(call, 10) / 1e9
     unpack = time_graph([partial(ops.unpack, v, d, r, cols, delta_bits) for v, d, r in copies(packed)])
     gbps["unpack_gbps"] = w.nbytes / unpack.median_us / 1e3
     return {"what": "pack", "rows": rows, "cols": cols, "density": density, "delta_bits": delta_bits, **gbps}

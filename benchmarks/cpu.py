@@ -1,7 +1,7 @@
 """Times the CPU kernels against torch: python -m benchmarks.cpu [--sizes 4096 8192] [--tokens 1 4 64] [--host].
 
 Every result is compared with float64 before it is timed. Weights rotate over copies of more than 300 MB in all, so
-that no cache holds them (--warm: a call is timed right behind the same one, so that a cache may). The calls take turns;
+that no cache holds them (--warm: a call is timed right after the same one, so that a cache may). The calls take turns;
 the minimum of the rounds counts, because a shared machine only ever adds time. --clock cpu counts the CPU time of one
 thread, which is what remains true on a machine that is busy with other work. Torch's time is the better of F.linear
 and torch.mv (F.linear for more tokens). Rows are appended to --out as JSON.
@@ -35,7 +35,7 @@ def copy_of(ec: EcWeight, tensors: list[Tensor]) -> EcWeight:
 
 
 def seconds(calls: Calls, rounds: int, clock: Callable[[], float], warm: bool = False) -> dict[str, float]:
-    """The least time of each call(round); the calls take turns. warm: right behind the same call."""
+    """The least time of each call(round); the calls take turns. warm: right after the same call."""
     best = dict.fromkeys(calls, float("inf"))
     for i in range(rounds):
         for name, call in calls.items():
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    parser.add_argument("--warm", action="store_true", help="time each call right behind the same one")
+    parser.add_argument("--warm", action="store_true", help="time each call right after the same one")
     parser.add_argument("--host", action="store_true", help="what a call of a 64x64 matrix takes, and no more")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu/kernels.jsonl"))
     args = parser.parse_args()

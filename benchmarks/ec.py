@@ -15,15 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import macko.ops as ops
 from benchmarks import EIGHT, timing
 from benchmarks.canonical import pruned
 from benchmarks.spmv import packed_copies
-from benchmarks.timing import Timing, append_jsonl, copies, provenance
-from macko.weights.formats import SellWeight
+from benchmarks.timing import Timing, append_jsonl, copies, provenance, time_dense, time_waiting
+from macko.weights import SellWeight
 from tests.common import assert_close_spmv
 
 #: The paper's layout with both widths; the same without blocks; fewer lanes a row; what is smallest on most masks.
@@ -73,11 +72,8 @@ def spmv(rows: int, cols: int, density: float, dtype: torch.dtype) -> Iterator[d
         "dtype": str(dtype).removeprefix("torch."),
     }
     csr = time_csr(w, x)
-    dense = [c[0] for c in copies([w])]
-    linear = time_graph([partial(F.linear, x, c) for c in dense])
-    mv = time_graph([partial(torch.mv, c, x) for c in dense])
-    del dense
-    yield {**common, "variant": "dense", "bytes": w.nbytes, "time": min(linear, mv, key=lambda t: t.median_us)}
+    dense = min(time_dense(w, x, replays=7, warmup=2), key=lambda t: t.median_us)
+    yield {**common, "variant": "dense", "bytes": w.nbytes, "time": dense}
     yield {**common, "variant": "CSR", "bytes": nnz * 6 + rows * 4 + 4, "time": csr}
     sell = SellWeight.from_dense(w)
     held = packed_copies(sell)
@@ -98,14 +94,8 @@ def packing(rows: int, cols: int, density: float, **options: int) -> dict[str, A
     """Milliseconds of ec_pack, its waits included: the median of five."""
     w = pruned(rows, cols, density, torch.float16)
     ops.ec_pack(w, **options)
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        ops.ec_pack(w, **options)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return {"what": "pack", "rows": rows, "cols": cols, "density": density, **options, "ms": sorted(times)[2] * 1e3}
+    seconds = time_waiting(partial(ops.ec_pack, w, **options), 5)
+    return {"what": "pack", "rows": rows, "cols": cols, "density": density, **options, "ms": seconds * 1e3}
 
 
 def packing_llama(density: float, **options: int) -> dict[str, Any]:

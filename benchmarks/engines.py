@@ -6,7 +6,7 @@
     python -m benchmarks.engines random:7b --only continuous --json OUT.jsonl
 
 The first makes a Llama of random weights, half of them zero: dense, and packed by macko; the last measures both without
-files between. Of several processes (tensor parallelism) each reads its part. A step of decoding is one CUDA graph of
+files between. Of several processes (tensor parallelism) each reads its shard. A step of decoding is one CUDA graph of
 the whole model: what is measured is the GPU, its kernels and the sums over GPUs, and not Python. On a CPU a step is a
 call, and its time says little.
 """
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import macko
-from macko.measure import bench
+from macko.measure import runs
 
 PROMPT, STEPS, REPEATS = 128, 32, 5
 BATCHES = (1, 4, 8, 16, 32)
@@ -39,7 +39,7 @@ def made(source: str, more: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The model of random weights that random: names, dense, pruned to half by magnitude, and then sparse."""
     from transformers import LlamaForCausalLM
 
-    config = bench.random_config(source, architectures=["LlamaForCausalLM"])
+    config = runs.random_config(source, architectures=["LlamaForCausalLM"])
     config.update(more)
     torch.manual_seed(0)
     with torch.device("cuda" if ON_GPU else "cpu"):
@@ -60,7 +60,7 @@ def models(args: argparse.Namespace) -> Iterator[tuple[str, Any, dict[str, Any] 
 
 
 def loaded(folder: str, converts: bool) -> tuple[Any, dict[str, Any]]:
-    """The model, this process' part of it where there are several, and what loading took.
+    """The model, of several processes this one's shard, and what loading took.
 
     converts: whether a dense folder is packed as it is read.
     """
@@ -107,7 +107,7 @@ def tokens_of(model: Any) -> dict[str, Any]:
 
 
 def step_of(model: Any, batch: int) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """A step of decoding behind PROMPT tokens, as a CUDA graph, and what goes back to its place in the sequence."""
+    """A step of decoding after PROMPT tokens, as a CUDA graph, and what goes back to its place in the sequence."""
     from transformers import StaticCache
 
     length = PROMPT + STEPS
@@ -200,12 +200,12 @@ def main() -> None:
     for name, model, line in models(args):
         about: dict[str, Any] = {"folder": name, "ranks": ranks, "rank": rank}
         about |= {"layers": model.config.num_hidden_layers, "hidden": model.config.hidden_size}
-        about |= bench.about_run(args)
+        about |= runs.about_run(args)
 
         def say(found: dict[str, Any], about: dict[str, Any] = about) -> None:
             if rank == 0 or found["what"] == "load":
                 print({key: value for key, value in (about | found).items() if key != "all_ms"}, flush=True)
-                bench.append(args.json, [about | found])
+                runs.append(args.json, [about | found])
 
         if line:
             say(line)

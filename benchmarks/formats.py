@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import math
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.timing import append_jsonl, commit
 from macko import EcWeight, MackoWeight
-from macko.weights.formats import BitmapWeight, PackedWeight, SellWeight, SlideWeight, TileWeight
+from macko.weights import BitmapWeight, PackedWeight, SellWeight, SlideWeight, TileWeight
 from tests.common import MASKS, random_weight, torch_threads
 
 DENSITIES = (0.7, 0.5, 0.3, 0.2, 0.1)
@@ -126,7 +127,7 @@ def problems() -> Iterator[tuple[str, float, Tensor]]:
         yield "uneven_rows", density, random_weight(2048, 8192, density, torch.float16, kind="uneven_rows")
         for name, w in minilm(density):
             yield name, density, w
-    for n in (2, 4):  # what slide holds: the largest 2n - 2 of each 2n
+    for n in (2, 4):  # what slide stores: the largest 2n - 2 of each 2n
         groups = random_weight(4096, 4096, 1.0, torch.float16).view(-1, 2 * n)
         groups.scatter_(1, groups.abs().argsort(1)[:, :2], 0)
         yield f"{2 * n - 2}:{2 * n}", (n - 1) / n, groups.view(4096, 4096)
@@ -225,23 +226,27 @@ def write_docs(results: Path) -> None:
     docs = Path(__file__).parent.parent / "docs"
     found, seconds = read(results)
     (docs / "formats.svg").write_text(plot(found))
-    (docs / "formats.md").write_text(
-        "# Bytes a non-zero\n\n"
+    about = (
         f"Written by `python -m benchmarks.formats` from `benchmarks/results/{results.name}`: all bytes of a format "
-        "over the true non-zeros, 16-bit values.\n"
-        "*floor*: a value and the entropy of its place, places independent with the density of their row and column.\n"
-        "*macko*: the canonical format ([macko.md](macko.md)) with its width of deltas of fewest bytes, in brackets.\n"
-        "*sell*: its layout for a GPU, here of 132 SMs, its width of gaps in brackets; *tile*: one for several tokens "
-        "on a GPU; *bitmap*: one for a CPU.\n"
-        "*EC*: [ec.md](ec.md). *slide* holds patterns.\n\n"
-        "Masks (`tests/common.py`, seed 0): uniform; equal_rows (Wanda-like, lognormal columns of spread 0.5); "
-        "uneven_rows (SparseGPT-like, lognormal\ncolumns and rows of spread 0.2); uneven_both (magnitude); layers of "
-        "all-MiniLM-L6-v2 pruned by magnitude; patterns N:M.\n\n"
-        f"![bytes a non-zero over density](formats.svg)\n\n{table(found)}\n\n"
-        f"## What EC was to reach\n\n{bars(found, seconds)}\n\n"
-        "Packing is that of a uniform 4096x4096 at density 0.3, CPU time of one thread, the best of seven, with "
-        "AVX-512; one packing of *EC*\ntries two widths, *EC smallest* twelve layouts.\n"
+        "over the true non-zeros, 16-bit values. *floor*: a value and the entropy of its place, places independent "
+        "with the density of their row and column. *macko*: the canonical format ([macko.md](macko.md)) with its "
+        "width of deltas of fewest bytes, in brackets. *sell*: its layout for a GPU, here of 132 SMs, its width of "
+        "gaps in brackets; *tile*: one for several tokens on a GPU; *bitmap*: one for a CPU. *EC*: [ec.md](ec.md). "
+        "*slide* stores n:m patterns."
     )
+    masks = (
+        "Masks (`tests/common.py`, seed 0): uniform; equal_rows (Wanda-like, lognormal columns of spread 0.5); "
+        "uneven_rows (SparseGPT-like, lognormal columns and rows of spread 0.2); uneven_both (magnitude); layers of "
+        "all-MiniLM-L6-v2 pruned by magnitude; patterns N:M."
+    )
+    packed = (
+        "Packing is that of a uniform 4096x4096 at density 0.3, CPU time of one thread, the best of seven, with "
+        "AVX-512; one packing of *EC* tries two widths, *EC smallest* twelve layouts."
+    )
+    about, masks, packed = (textwrap.fill(text, 118, break_on_hyphens=False) for text in (about, masks, packed))
+    image = "![bytes a non-zero over density](formats.svg)"
+    sections = ("# Bytes a non-zero", about, masks, image, table(found), "## Size targets of EC", bars(found, seconds))
+    (docs / "formats.md").write_text("\n\n".join((*sections, packed)) + "\n")
 
 
 def main() -> None:

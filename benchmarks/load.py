@@ -11,8 +11,8 @@ sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed.
 benchmarks/spmm.py times cold launches of a GPU that has rested; this times what it sustains. Kernels are those of
 benchmarks/spmm.py, and F.linear of the matrix before it was pruned. They take turns of --seconds, of which the second
 half counts, in an order drawn anew each round. A line has the median of --rounds turns, and of each the SM clock and
-the power that the driver said meanwhile; best_dense_us is that of the faster of dense and zeros, for dense12 and dense8
-of dense, as their matrix has no zeros. Each is checked before it is timed, as there. Lines go to
+the power that the driver reported meanwhile; best_dense_us is that of the faster of dense and zeros, for dense12 and
+dense8 of dense, as their matrix has no zeros. Each is checked before it is timed, as there. Lines go to
 benchmarks/results/<gpu>/load.jsonl.
 """
 
@@ -36,7 +36,7 @@ from macko import _library
 from macko.measure.timing import capture, copies, time_replays
 
 from .spmm import DTYPES, Kernel, make_mask
-from .timing import append_jsonl, power_now, provenance, sm_clocks
+from .timing import append_jsonl, power_now, provenance, results, sm_clocks
 
 #: Rows x columns: of the Llamas and Mistral, of Qwen2.5-7B (down), of FLUX.1's transformer (from 3072x3072 on).
 SHAPES = (
@@ -98,8 +98,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("there is no GPU")
     what = provenance()
-    folder = what["gpu"].lower().removeprefix("nvidia ").replace(" ", "-")
-    out = args.out or Path(__file__).parent / "results" / folder / "load.jsonl"
+    out = args.out or results("load.jsonl", what["gpu"])
     dtype, begin = DTYPES[args.dtype], time.monotonic()
     logs: dict[tuple[str, int], list[float]] = {}
     for shape in args.shapes.split(","):

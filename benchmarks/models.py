@@ -3,7 +3,7 @@
     python -m benchmarks.models [--size 7b] [--folder /dev/shm/macko] [--out benchmarks/results/gpu/models.jsonl]
 
 Weights are random, which changes nothing of what is measured here. Peak is torch.cuda.max_memory_allocated, by which
-transformers' own reservation counts too.
+transformers' reservation counts too.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.profile_token random:7b --compile max --batch 1 --new-tokens 100 --json bench.jsonl
 
 Takes what `macko bench` takes, and loads, prunes and converts as that does. It times nothing: a profiler slows down
-each launch behind it.
+the launches that follow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from macko.cli import parser
-from macko.measure.bench import Line, Result, Side, generate, run
+from macko.measure.bench import generate, run
+from macko.measure.runs import Line, Result, Side
 
 
 class OneToken:

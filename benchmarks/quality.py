@@ -38,7 +38,7 @@ import macko
 from benchmarks.timing import append_jsonl, commit
 from macko.choose.times import packed_share
 from macko.measure.evaluate import embeddings, language, windows
-from macko.nn.layers import IGNORED, find_linears
+from macko.nn.find import IGNORED, find_linears
 from macko.pruning.grids import Grid, float8, integers, nearest
 from macko.pruning.prune import METHODS, SPARSEGPT_BLOCK, STATISTICS, sparsegpt
 from macko.pruning.reconstruct import Recipe
@@ -117,7 +117,7 @@ def make_tokenizer(texts: list[str], vocabulary: int) -> Any:
 
 
 def tokens_of(tokenizer: Any, texts: list[str]) -> Tensor:
-    """All texts behind each other, an <end> behind each."""
+    """All texts, one after the other, an <end> after each."""
     ids: list[int] = []
     for start in range(0, len(texts), 256):
         for encoding in tokenizer.backend_tokenizer.encode_batch_fast(texts[start : start + 256]):

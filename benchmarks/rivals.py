@@ -1,8 +1,8 @@
-"""What one would take in place of macko's formats: torch's own dense products of 8 and of 4 bits. For benchmarks.spmm.
+"""The alternatives to macko's formats: torch's dense products of 8 and of 4 bits. For benchmarks.spmm.
 
 fp8: e4m3 and `torch._scaled_mm`, with one scale for the matrix and one for all tokens, or (fp8_rows) one a row and one
 a token. x is quantised before it is timed; with `_quant` each time: by one compiled kernel where its scale is known
-from calibration, by row by macko's own quantiser, the fastest there is. int4: groups of 128 and
+from calibration, by row by macko's quantiser, the fastest there is. int4: groups of 128 and
 `torch.ops.aten._weight_int4pack_mm`. All round the weights, so a line also says by how much a product is off.
 """
 
@@ -32,10 +32,10 @@ def scaled_mm(q: Tensor, token_scale: Tensor, w: Tensor, scale: Tensor) -> Tenso
 
 
 class Rival:
-    """A dense weight of bfloat16 as one of NAMES holds it, in as many copies as the cache cannot keep.
+    """A dense weight of bfloat16 as one of NAMES stores it, in as many copies as the cache cannot keep.
 
     Attributes:
-        nbytes: of all that one copy holds.
+        nbytes: of one copy.
         held: the weight that this stands for, float32 [rows, cols].
         sizes: how many tokens it can take.
         knobs: of MACKO_PLAN, none.

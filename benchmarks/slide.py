@@ -2,7 +2,7 @@
 
     python -m benchmarks.slide [results.jsonl] [--shapes qkv,o,gate_up,down] [--tokens 1,16,...] [--types int8,fp8,bf16]
     python -m benchmarks.slide results.jsonl --tokens=    the quantiser alone
-    python -m benchmarks.slide results.jsonl --table      writes the part "slide" of macko/times/<gpu>.json
+    python -m benchmarks.slide results.jsonl --table      writes "slide" of macko/times/<gpu>.json
     python -m benchmarks.slide results.jsonl --judge      what is lost by that table at tokens that nobody measured
     python -m benchmarks.slide results.jsonl --twin       the dense GEMM alone, where CUTLASS's was measured (TWIN)
 
@@ -10,7 +10,7 @@ Ours: `slide_linear` (quantise, lift, GEMM with scales and bias) on a dense weig
 Torch's, for int8: our quantiser (faster than any torch has), `_int_mm` (fewer than 17 tokens, which it refuses, are
 padded to 32), and one compiled kernel that scales and casts; for float8: our quantiser and `_scaled_mm` by row (padded
 to 64 where cuBLAS has no kernel); for both: bfloat16 F.linear. Two modes, the sides in turn in both. "burst": a graph
-over rotating copies of the weights (up to 512 tokens, so that they come from memory), behind a rest. "sustained", from
+over rotating copies of the weights (up to 512 tokens, so that they come from memory), after a rest. "sustained", from
 2048 tokens on: each side at least 60 ms under load before it is timed, since the power limit sets the clock. Ours is
 compared with bfloat16 before it is timed. Rows below 1.0 are printed too.
 """
@@ -18,7 +18,6 @@ compared with bfloat16 before it is timed. Rows below 1.0 are printed too.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import time
@@ -36,7 +35,7 @@ from torch import Tensor
 import macko.choose.times as tables
 import macko.ops as ops
 from benchmarks.floor import floor
-from benchmarks.timing import append_jsonl, copies, provenance, time_graph
+from benchmarks.timing import append_jsonl, copies, provenance, sm_clocks, time_graph
 
 #: Linears of Qwen2.5-7B (q, k and v as one, gate and up as one) and of Llama-2-7B.
 SHAPES = {
@@ -75,25 +74,6 @@ COLD_TOKENS = 512
 SUSTAINED_TOKENS, BURST_TOKENS = 2048, 8192
 
 Calls = Sequence[Callable[[], Tensor]]
-
-
-class Clock:
-    """The SM clock in MHz at this moment, 0 where NVML is missing."""
-
-    def __init__(self) -> None:
-        self.handle = ctypes.c_void_p()
-        try:
-            self.nvml: ctypes.CDLL | None = ctypes.CDLL("libnvidia-ml.so.1")
-            self.nvml.nvmlInit_v2()
-            self.nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.handle))
-        except (OSError, AttributeError):
-            self.nvml = None
-
-    def mhz(self) -> int:
-        value = ctypes.c_uint()
-        if self.nvml:
-            self.nvml.nvmlDeviceGetClockInfo(self.handle, 1, ctypes.byref(value))
-        return value.value
 
 
 @torch.compile(dynamic=True)
@@ -137,7 +117,7 @@ class Sustained:
                 for i in range(self.launches[name]):
                     calls[i % len(calls)]()
 
-    def run(self, clock: Clock, rounds: int, warm_ms: float, timed_ms: float) -> dict[str, tuple[float, int]]:
+    def run(self, rounds: int, warm_ms: float, timed_ms: float) -> dict[str, tuple[float, int]]:
         times: dict[str, list[float]] = {name: [] for name in self.graphs}
         clocks: dict[str, list[int]] = {name: [] for name in self.graphs}
         for turn in range(rounds):
@@ -151,7 +131,7 @@ class Sustained:
                     self.graphs[name].replay()
                     event.record()
                 events[timed // 2].synchronize()
-                clocks[name].append(clock.mhz())
+                clocks[name].append(sm_clocks()[0])
                 events[-1].synchronize()
                 times[name] += [a.elapsed_time(b) / self.launches[name] * 1e3 for a, b in pairwise(events)]
         return {name: (statistics.median(times[name]), round(statistics.median(clocks[name]))) for name in times}
@@ -237,7 +217,7 @@ def time_quantiser(name: str, cols: int, tokens: int, results: str, where: dict[
         print(f"{name:5}{cols:15}{tokens:7} {side:14}{us:9.1f} us, {floor_us / us:.2f} of floor", flush=True)
 
 
-def time_twin(name: str, results: str, where: dict[str, Any], clock: Clock, args: argparse.Namespace) -> None:
+def time_twin(name: str, results: str, where: dict[str, Any], args: argparse.Namespace) -> None:
     """The dense GEMM alone, under load, beside torch's of float8."""
     for shape in dict.fromkeys(shape for shape, _ in TWIN):
         rows, cols = SHAPES[shape]
@@ -253,7 +233,7 @@ def time_twin(name: str, results: str, where: dict[str, Any], clock: Clock, args
                 )
                 for p, s in held
             ]
-            us, mhz = Sustained({"dense": calls}).run(clock, args.rounds, args.warm_ms, args.timed_ms)["dense"]
+            us, mhz = Sustained({"dense": calls}).run(args.rounds, args.warm_ms, args.timed_ms)["dense"]
             twin = TWIN[shape, tokens][name == "fp8"]
             fields = {"type": name, "shape": shape, "rows": rows, "cols": cols, "tokens": tokens, "side": "dense"}
             append_jsonl(results, **fields, mode="twin", us=us, cutlass_us=twin, sm_mhz_under_load=mhz, **where)
@@ -281,17 +261,17 @@ def write_table(results: str) -> None:
             gain = fresh[gpu].setdefault((name, pattern, rows, cols), line)["gain"]
             gain[str(tokens)] = round(sides["dense"] / sides[pattern], 3)
     for gpu, lines in fresh.items():
-        put_gains(gpu, lines.values())
+        put_gains(gpu, "slide", lines.values(), tables.slide_kind)
 
 
-def put_gains(gpu: str, lines: Collection[tables.Line]) -> None:
-    """Puts lines into the package's table of a GPU, for what it had of their type and pattern."""
+def put_gains(gpu: str, part: str, lines: Collection[tables.Line], kind: Callable[[tables.Line], Any]) -> None:
+    """Puts lines into a part of the package's table of a GPU, for what it had of their kinds."""
     path = tables.SHIPPED / tables.file_name(gpu)
-    head = {"version": tables.VERSION, "gpu": gpu, "bandwidth_gbps": 0, "slide": [], "linear": []}
+    head = {"version": tables.VERSION, "gpu": gpu, "bandwidth_gbps": 0, "slide": [], "codecs": [], "linear": []}
     table: dict[str, Any] = tables.read(path) if path.exists() else head
-    kinds = set(map(tables.slide_kind, lines))
-    kept = [line for line in table["slide"] if tables.slide_kind(line) not in kinds]
-    tables.save(path, {**table, "slide": sorted([*kept, *lines], key=tables.slide_kind)})
+    kinds = set(map(kind, lines))
+    kept = [line for line in table[part] if kind(line) not in kinds]
+    tables.save(path, {**table, part: sorted([*kept, *lines], key=kind)})
 
 
 def judge(results: str) -> None:
@@ -333,11 +313,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.table or args.judge:
         return write_table(args.results) if args.table else judge(args.results)
-    where, clock = provenance(), Clock()
+    where = provenance()
     counts = [int(count) for count in args.tokens.split(",") if count]
     if args.twin:
         for name in args.types.split(","):
-            time_twin(name, args.results, where, clock, args)
+            time_twin(name, args.results, where, args)
         return
     columns = [*PATTERNS, "torch", "bf16"]
     print(f"{where['gpu']}, torch {where['torch']}; us a linear, in brackets dense / it\n")
@@ -353,7 +333,7 @@ def main() -> None:
                 check(sides["dense"][0](), F.linear(x, weights["bf16"][0][0], bias), name)
                 measured = {"burst": burst(sides, tokens)} if tokens <= BURST_TOKENS else {}
                 if tokens >= SUSTAINED_TOKENS:
-                    measured["sustained"] = Sustained(sides).run(clock, args.rounds, args.warm_ms, args.timed_ms)
+                    measured["sustained"] = Sustained(sides).run(args.rounds, args.warm_ms, args.timed_ms)
                 for mode, times in measured.items():
                     for side, (us, mhz) in times.items():
                         fields = {"type": name, "shape": shape, "rows": rows, "cols": cols, "tokens": tokens}

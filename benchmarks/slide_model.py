@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-from benchmarks.slide import PATTERNS, TYPES, Clock, int_mm, scaled_mm
-from benchmarks.timing import append_jsonl, provenance
+from benchmarks.slide import PATTERNS, TYPES, int_mm, scaled_mm
+from benchmarks.timing import append_jsonl, provenance, sm_clocks
 from macko import SparseLinear, ops
-from macko.weights.formats import SLIDE_ELEMENTS, SlideWeight
+from macko.weights import SLIDE_ELEMENTS, SlideWeight
 
 MODELS: dict[str, Any] = {
     "qwen2.5-7b": Qwen2Config(
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="blocks to build (default: all)")
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
-    where, clock = provenance(), Clock()
+    where = provenance()
     for name in args.models.split(","):
         config = MODELS[name]
         config.num_hidden_layers = min(config.num_hidden_layers, args.layers or config.num_hidden_layers)
@@ -146,7 +146,7 @@ def main() -> None:
                 for side in sorted(sides, reverse=turn % 2 == 1):
                     replay(graphs[count, side], WARM_MS)
                     times[side].append(replay(graphs[count, side], TIMED_MS))
-                    clocks[side].append(clock.mhz())
+                    clocks[side].append(sm_clocks()[0])
             for side in sides:
                 ms = statistics.median(times[side])
                 layers = config.num_hidden_layers

@@ -15,7 +15,7 @@ r"""A few tokens and many times a pruned matrix on the GPU, from one packed weig
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
 pruned one, whose zeros take less power; sell, tile, dense12 and sparse11 (not for the mask uniform, nor for float16),
 what a layer of that format does; dense8 and sparse8 of a kind of values (as dense8_fp8), checked against what they
-round to; parts of what sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the
+round to; the two ways that sell may choose: stream (sell's packed stream), tiles (dense rows in a workspace, then the
 library's product); the latter of tile, dense12 and sparse11 (tile_rows ...); ways to run tile with more than 32
 tokens (tile_ROWSxTOKENSxPAIRxCUT); and torch's products of 8 and 4 bits. Launches may overlap, as in a model of such
 layers, but for those that end in _alone, and torch's, which cannot. Each is checked before it is timed: poisoned
@@ -26,7 +26,6 @@ Lines go to benchmarks/results/<gpu>/spmm.jsonl.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import time
@@ -40,8 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from macko import _library
-from macko.weights import codes
-from macko.weights.formats import (
+from macko.choose.times import codec_kind
+from macko.weights import (
     ByteWeight,
     Dense8Weight,
     Dense12Weight,
@@ -50,12 +49,13 @@ from macko.weights.formats import (
     Sparse8Weight,
     Sparse11Weight,
     TileWeight,
+    codes,
 )
 
 from .rivals import NAMES, Rival, product
 from .slide import put_gains
 from .spmv import DTYPES, EIGHT, make_mask, packed_copies
-from .timing import Timing, append_jsonl, copies, provenance, time_graph
+from .timing import Timing, append_jsonl, copies, provenance, results, time_graph
 
 #: Kernel: format (None: dense), knobs, the numbers of tokens.
 VARIANTS: dict[str, tuple[type[PackedWeight] | None, str, range]] = {
@@ -88,9 +88,10 @@ GEMM_SIZES = (
     *("128x320x1", "128x320x2", "128x256x1", "128x256x2", "128x192x1", "128x192x2", "192x192x1", "192x192x2"),
     *("128x160x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2"),
 )
-#: tile in each way to run many tokens, where it fits (else as it chooses).
+#: Each way to run many tokens, where it fits (else as the plan chooses).
 VARIANTS |= {
-    f"tile_{size}x{split}": (TileWeight, f"tile_gemm={size}x{split}", range(33, 1 << 30))
+    f"{kind.format}_{size}x{split}": (kind, f"tile_gemm={size}x{split}", range(33, 1 << 30))
+    for kind in (TileWeight, Dense12Weight, Sparse11Weight)
     for size in GEMM_SIZES
     for split in range(3)
 }
@@ -184,8 +185,7 @@ class Shape:
             self.write(timing, kernel="dense", tokens=n, density=1.0)
 
     def write(self, timing: Timing, **more: Any) -> None:
-        times = {key: round(value, 3) for key, value in dataclasses.asdict(timing).items()}
-        append_jsonl(self.out, **more, **times, **self.about)
+        append_jsonl(self.out, **more, **timing.rounded(), **self.about)
 
     def time(self, kernel: str, w: Tensor, density: float, mask: str) -> dict[int, float]:
         """A kernel's speed-up over dense by tokens; prints it, and writes the lines."""
@@ -226,9 +226,9 @@ def write_table(path: Path) -> None:
     lines: dict[tuple[int, int], dict[str, Any]] = {}
     for (rows, cols, tokens), by in sorted(us.items()):
         if tokens and {"tile", "sparse11"} <= {*by}:
-            about = {"rows": rows, "cols": cols, "dtype": "bf16", "pattern": "sparse11", "gain": {}}
+            about = {"rows": rows, "cols": cols, "codec": "sparse11", "gain": {}}
             lines.setdefault((rows, cols), about)["gain"][str(tokens)] = round(by["tile"] / by["sparse11"], 3)
-    put_gains(gpu, lines.values())
+    put_gains(gpu, "codecs", lines.values(), codec_kind)
 
 
 def main() -> None:
@@ -255,8 +255,7 @@ def main() -> None:
     if {*kernels} & {*NAMES} and args.dtype != "bfloat16":
         parser.error(f"{', '.join(NAMES)} go with --dtype bfloat16")
     what = provenance()
-    folder = what["gpu"].lower().removeprefix("nvidia ").replace(" ", "-")
-    out = args.out or Path(__file__).parent / "results" / folder / "spmm.jsonl"
+    out = args.out or results("spmm.jsonl", what["gpu"])
     begin = time.monotonic()
     logs: dict[tuple[float, int, str], list[float]] = {}
     for name in args.shapes.split(","):
@@ -264,7 +263,7 @@ def main() -> None:
             print(f"stopped before {name}: over {args.seconds} s")
             break
         shape = Shape(name, [int(n) for n in args.tokens.split(",")], DTYPES[args.dtype], out, what)
-        if "dense12" in args.kernels:  # of float16 it holds what was bfloat16
+        if "dense12" in args.kernels:  # in float16 it stores what was bfloat16
             shape.dense = shape.dense.bfloat16().to(DTYPES[args.dtype])
         shape.time_dense()
         for density in map(float, args.densities.split(",")):

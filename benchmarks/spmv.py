@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from macko import _library, ops
-from macko.weights.formats import MackoWeight, PackedWeight, SellWeight
+from macko.weights import MackoWeight, PackedWeight, SellWeight
 
 from . import EIGHT as SHAPES
 from .floor import floor
-from .timing import COLD_BYTES, MIN_LAUNCHES, Timing, append_jsonl, copies, provenance, time_graph
+from .timing import COLD_BYTES, MIN_LAUNCHES, Timing, append_jsonl, copies, provenance, results, time_graph
 
 EIGHT = ",".join(f"{rows}x{cols}" for rows, cols in SHAPES)
 #: Every linear layer that the MACKO paper's appendix measures.
@@ -175,7 +175,7 @@ def measure(problem: Problem, kernels: set[str], record: Callable[..., None]) ->
 
 
 def measure_sell(problem: Problem, canonical: MackoWeight, kernels: set[str], record: Callable[..., None]) -> None:
-    """Sell as asked for: plain and chained, and behind a kernel without PDL."""
+    """Sell as asked for: plain and chained, and after a kernel without PDL."""
     x = problem.x
     vectors = sum(problem.w.shape) * x.element_size()
     for gap_bits, name in ((0, "sell"), (4, "sell_gap4")):
@@ -275,8 +275,7 @@ def main() -> None:
     asked = args.shapes or (VARIANT_SHAPES if args.variants else "eight")
     shapes = {"eight": EIGHT, "paper": PAPER}.get(asked, asked)
     what = provenance()
-    folder = what["gpu"].lower().removeprefix("nvidia ").replace(" ", "-")
-    out = args.out or Path(__file__).parent / "results" / folder / ("variants.jsonl" if args.variants else "spmv.jsonl")
+    out = args.out or results("variants.jsonl" if args.variants else "spmv.jsonl", what["gpu"])
     begin = time.monotonic()
     for dtype in args.dtypes.split(","):
         for mask in args.masks.split(","):
@@ -308,8 +307,7 @@ def main() -> None:
                         print(
                             f"{shown} {label:40} {timing.median_us:8.2f} us {best[0] / timing.median_us:5.2f}x {share}"
                         )
-                        times = {name: round(value, 3) for name, value in dataclasses.asdict(timing).items()}
-                        append_jsonl(out, kernel=kernel, **about, bytes=nbytes, **times, **facts, **what)
+                        append_jsonl(out, kernel=kernel, **about, bytes=nbytes, **timing.rounded(), **facts, **what)
 
                     if args.variants:
                         measure_variants(problem, record)

@@ -1,4 +1,4 @@
-"""How every benchmark of a GPU times (macko.timing), and what ran, for the record."""
+"""How every benchmark of a GPU times (macko.measure.timing), and what ran, for the record."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from macko.measure.timing import COLD_BYTES, MIN_LAUNCHES, capture, copies, time_replays
 
@@ -30,8 +32,12 @@ class Timing:
     max_us: float
     launches: int
     replays: int
-    #: SM clock behind the last replay; 0 where the driver does not say. Under the highest one: power limit.
+    #: SM clock after the last replay; 0 where the driver does not report it. Below the maximum: power limit.
     clock_mhz: int = 0
+
+    def rounded(self) -> dict[str, float]:
+        """Its fields, to a nanosecond."""
+        return {name: round(value, 3) for name, value in asdict(self).items()}
 
 
 @cache
@@ -101,6 +107,31 @@ def time_host(call: Callable[[], Any], calls: int = 200, rounds: int = 20) -> fl
         best = min(best, (time.perf_counter() - start) / calls * 1e6)
     torch.cuda.synchronize()
     return best
+
+
+def time_dense(w: Tensor, x: Tensor, **options: Any) -> tuple[Timing, Timing]:
+    """One token by F.linear and by torch.mv, over cold copies of the weight; options are those of time_graph."""
+    weights = [tensors[0] for tensors in copies([w])]
+    linear = time_graph([partial(F.linear, x, c) for c in weights], **options)
+    return linear, time_graph([partial(torch.mv, c, x) for c in weights], **options)
+
+
+def time_waiting(call: Callable[[], Any], rounds: int) -> float:
+    """Seconds of a call that waits for the GPU: the median."""
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[rounds // 2]
+
+
+def results(name: str, gpu: str) -> Path:
+    """Where lines of a GPU go that are not told where."""
+    folder = gpu.lower().removeprefix("nvidia ").replace(" ", "-")
+    return Path(__file__).parent / "results" / folder / name
 
 
 def _output_of(*command: str) -> str:

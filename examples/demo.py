@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 import macko
 from examples.llama import CONFIGS, Run, explain_divergence, greedy, random_llama
 from macko import _library
-from macko.nn.layers import Report, format_bytes
+from macko.nn.report import Report, format_bytes
 
 SENTENCES = [
     "The cat sits on the warm stove.",

@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import macko
 from examples.lora import README, load, loss, train
-from macko.nn.layers import IGNORED, find_linears
+from macko.nn.find import IGNORED, find_linears
 
 
 class OnTheMask(TrainerCallback):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import macko
-from macko.nn.layers import format_bytes
+from macko.nn.report import format_bytes
 
 CONFIGS = {
     "7b": LlamaConfig(max_position_embeddings=4096, rms_norm_eps=1e-5),  # the defaults of LlamaConfig are Llama-2-7B

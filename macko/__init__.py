@@ -7,11 +7,11 @@ from . import _moved, integrations, ops
 from .files import load_model, save_model
 from .measure.tune import autotune
 from .nn.convert import compress_, sparsify_
-from .nn.layers import LayerReport, Report
 from .nn.linear import SparseLinear
 from .nn.merge import merge_, split_
+from .nn.report import LayerReport, Report
 from .pruning.prune import prune_
-from .weights.formats import FORMATS, EcWeight, MackoWeight
+from .weights import FORMATS, EcWeight, MackoWeight
 
 __version__ = "0.1.0"
 

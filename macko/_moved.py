@@ -8,12 +8,13 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+#: Where names of each are now: in the first of these modules that has them.
 MOVED = {
-    "formats": "weights.formats",
+    "formats": "weights",
     "codes": "weights.codes",
     "shards": "weights.shards",
     "times": "choose.times",
-    "layers": "nn.layers",
+    "layers": "nn.find nn.report choose.patterns choose.times",
     "linear": "nn.linear",
     "merge": "nn.merge",
     "convert": "nn.convert",
@@ -40,10 +41,12 @@ class _Moved(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         old = self.__name__.rpartition(".")[2]
-        found = getattr(import_module(f"macko.{MOVED[old]}"), name)
-        text = f"{self.__name__} is macko.{MOVED[old]} now; the old name goes in macko 0.3"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return found
+        for new in MOVED[old].split():
+            if hasattr(module := import_module(f"macko.{new}"), name):
+                text = f"{self.__name__} is macko.{new} now; the old name goes in macko 0.3"
+                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                return getattr(module, name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:

@@ -4,74 +4,54 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import math
-import os
 import re
 import shlex
-import shutil
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from . import __version__
-from .choose.auto import (
-    CHOICES,
-    DENSE12_SHARE,
-    DENSE12_WEIGHTS,
-    SPARSE11_LISTED,
-    VALUES,
-    Options,
-    bit_counts,
-    have_codes,
-    lacking,
-    sparse11_of,
-)
-from .choose.times import SHIPPED, is_cpu, packed_share, read, times, times_of
-from .files import Checkpoint, check_whole, quant_method
+from .choose.options import CHOICES, VALUES, Options
+from .choose.times import read
+from .files import Checkpoint, check_whole
 from .integrations import require_transformers
-from .integrations.compressed_tensors import Masked, masked, sparsity_format
 from .measure.evaluate import windows
 from .measure.rivals import RIVALS
 from .nn.convert import MIN_SPARSITY
-from .nn.layers import (
-    IGNORED,
-    PATTERNS,
-    Report,
-    columns,
-    countable,
-    density_text,
-    format_bytes,
-    holding,
-    named,
-)
+from .nn.find import IGNORED
 from .nn.linear import DTYPES
+from .nn.report import Report, format_bytes
 from .pruning.prune import METHODS, STATISTICS, asked_for, prune_
 from .pruning.reconstruct import RECIPES
-from .weights import codes
-from .weights.formats import (
+from .weights import (
     FORMATS,
-    Dense12Weight,
-    EcWeight,
-    Macko8Weight,
-    MackoWeight,
-    PackedWeight,
-    Sparse11Weight,
-    TileWeight,
+    codes,
 )
-from .weights.shards import sliced
+from .workdir import (
+    KeptLayers,
+    check_dense,
+    check_not_masked,
+    check_not_quantised,
+    check_target,
+    copy_others,
+    find_folder,
+    packed_layers,
+    quantised_by,
+    read_config,
+    unfinished,
+    weight_files,
+)
 
 #: What a user, a file, a disk or a network can cause: these are told in one line, without a traceback.
 EXPECTED = (
@@ -80,42 +60,35 @@ EXPECTED = (
 _DTYPES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 #: Layers' outputs are compared on so many tokens of a text, so that all of them fit.
 LAYER_TOKENS = 256
-#: A matrix is looked at by so many elements at a time, or one row block of tile; and not at all where it has more
-#: elements than these and so many a byte of its file: a shape takes no bytes, and a look up to 20 ns an element.
-PANEL, ELEMENTS_A_BYTE = 2**20, 64
-#: Columns of a panel at most: a multiple of tile's 256 and of the columns of every pattern.
-PANEL_COLS = math.lcm(256, *(m for _, m in PATTERNS))
-#: Bytes that a look at a matrix may take: so many a byte of its file, and these.
-BYTES_A_BYTE, MORE_BYTES = 4, 2**25
-#: Endings of files that hold weights.
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 #: Files of which a tokenizer has one.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-#: What a repository of the Hub holds besides, or a second time, in other formats.
-NOT_FETCHED = [*(f"*{ending}" for ending in WEIGHTS[1:]), "*/*"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     options = parser().parse_args(arguments)
-    options.hint = ""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "ignore has")  # a layer that was to be left would be pruned
         warnings.filterwarnings("ignore", "prune_ stopped")  # nobody keeps that model
         warnings.filterwarnings("ignore", ".* changed no")  # told as the command's error
+        stopped: BaseException
         try:
             return options.run(options) or 0
-        except KeyboardInterrupt:
-            text, code = "interrupted", 130
+        except KeyboardInterrupt as error:
+            text, code, stopped = "interrupted", 130, error
         except EXPECTED as error:
-            text, code = _as_options(" ".join(str(error).split()), options) or type(error).__name__, 1
-    print(f"macko {options.command}: {text}{options.hint}", file=sys.stderr)
+            text, code, stopped = _as_options(" ".join(str(error).split()), options) or type(error).__name__, 1, error
+    _say(options, text + getattr(stopped, "hint", ""))
     return code
+
+
+def _say(options: argparse.Namespace, text: str) -> None:
+    print(f"macko {options.command}: {text}", file=sys.stderr)
 
 
 def _as_options(text: str, options: argparse.Namespace) -> str:
     """A message of the package that begins with an argument's name, with the options by their names here."""
-    names = "|".join(vars(options).keys() - {"command", "run", "hint", "source", "target"})
+    names = "|".join(vars(options).keys() - {"command", "run", "source", "target"})
     if not re.match(rf"({names}) ", text):
         return text
     return re.sub(
@@ -215,7 +188,7 @@ def _bench_arguments(add: Any) -> None:
     add("--json", metavar="FILE", help="append the results as JSON lines")
     against = "also time torch's own dense products of 8 and 4 bits, of the weights before they are pruned"
     add("--against", choices=RIVALS, nargs="+", default=[], help=against)
-    counts = "--sparsity, --format, --batch, --prompt-tokens, --new-tokens, --dtype, --weights-dtype and --json"
+    counts = "--sparsity, --format, --values, --batch, --prompt-tokens, --new-tokens, --dtype, --weights-dtype, --json"
     engine = f"what runs the model; with vllm of the options above only {counts} count"
     add("--engine", choices=("transformers", "vllm"), default="transformers", help=engine)
     sides = "of vllm: also fp8-w8a16 and, of random: alone, int4, int4-marlin (default: %(default)s)"
@@ -254,10 +227,10 @@ def prune(options: argparse.Namespace) -> None:
     """IN to OUT with zeros in it, dense still."""
     transformers = require_transformers()
     share, _, auto = asked_for(options.sparsity, options.method, options.pattern)
-    _check_target(options)
-    device, source, ignore = _device(options.device), _folder(options.source), _ignored(options.ignore)
-    _check_dense(source)
-    _check_not_quantised(source)
+    check_target(options.target, options.source, options.overwrite)
+    device, source, ignore = _device(options.device), find_folder(options.source), _ignored(options.ignore)
+    check_dense(source)
+    check_not_quantised(source)
     config = _config(transformers, source)
     batches: list[Tensor] | None = None
     begun: dict[str, Any] | None = None
@@ -273,7 +246,7 @@ def prune(options: argparse.Namespace) -> None:
         text = _text(options.calibration)
         tokenizer = _tokenizer(transformers, source, options)
         batches = _windows(tokenizer(text, return_tensors="pt").input_ids[0], length, options.samples, "--length")
-        stats = [(file.name, file.stat()) for file in _weight_files(source)]
+        stats = [(file.name, file.stat()) for file in weight_files(source)]
         begun = {
             "IN": str(source.resolve()),
             "IN's files (sizes and dates)": _digest(str([(name, s.st_size, s.st_mtime_ns) for name, s in stats])),
@@ -284,12 +257,12 @@ def prune(options: argparse.Namespace) -> None:
         }  # fmt: skip
     elif options.resume:
         raise ValueError(f"--resume is for {' and '.join(STATISTICS)}: {options.method} keeps nothing to go on with")
-    with _unfinished(options, source, begun) as work:
+    with unfinished(options.target, source, partial(_say, options), begun, options.resume) as work:
         model = _model(transformers, source)
         report = prune_(
             model, options.sparsity, options.method, pattern=options.pattern, calibration=batches, ignore=ignore,
             device=device, reconstruct=options.reconstruct,
-            done=_Kept(work / "layers") if begun else None,  # type: ignore[arg-type]
+            done=KeptLayers(work / "layers") if begun else None,  # type: ignore[arg-type]
         )  # fmt: skip
         _save(model, report, options, source, work / "result")
     following = shlex.join(["macko", "convert", options.target, f"{options.target}-packed"])
@@ -324,25 +297,25 @@ def convert(options: argparse.Namespace) -> None:
     ignore = _ignored(options.ignore)
     values = options.values or "exact"
     known = [*CHOICES, *(name for name, kind in FORMATS.items() if not kind.saved_dense)]
-    if options.format not in (*known, *FORMATS):
+    if options.format.partition(" ")[0] not in (*known, *FORMATS):  # a pattern may follow
         raise ValueError(f"--format is {options.format!r}, expected one of {', '.join(known)}")
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity, values=values)
     if options.format in FORMATS and FORMATS[options.format].saved_dense:
         raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
-    _check_target(options)
-    device, source = _device(options.device), _folder(options.source)
-    _check_dense(source)
-    if _quantised_by(source) != "compressed-tensors":
-        _check_not_quantised(source)
+    check_target(options.target, options.source, options.overwrite)
+    device, source = _device(options.device), find_folder(options.source)
+    check_dense(source)
+    if quantised_by(read_config(source)) != "compressed-tensors":
+        check_not_quantised(source)
     if _convert_quantised(options, source):
         return
     if elsewhere := Options(options.format).not_on(torch.device(device)):
         config.format = "macko"  # which is what the file of a layout holds
-    with _unfinished(options, source) as work:
+    with unfinished(options.target, source, partial(_say, options), shrinks=True) as work:
         model = load_packed(source, config, **({"device_map": device} if device != "cpu" else {}))
         config.format = options.format
         _save(model, model.hf_quantizer.report, options, source, work / "result")
-        before, after = (sum(f.stat().st_size for f in _weight_files(folder)) for folder in (source, work / "result"))
+        before, after = (sum(f.stat().st_size for f in weight_files(folder)) for folder in (source, work / "result"))
     share = f"{after / max(1, before):.3f} of the {format_bytes(before)} of IN"
     print(f"{options.target}: files of {format_bytes(after)}, {share}. The table says what the layers hold in memory.")
     if elsewhere:
@@ -360,11 +333,11 @@ def _convert_quantised(options: argparse.Namespace, source: Path) -> bool:
         raise ValueError(
             f"{source} is quantised already: its values are packed as they are, without --values or --format"
         )
-    with _unfinished(options, source) as work:
+    with unfinished(options.target, source, partial(_say, options), shrinks=True) as work:
         result = work / "result"
         result.mkdir()
         layers = pack_quantised(source, result)
-        _copy_others(source, result)
+        copy_others(source, result)
     held = ", ".join(sorted({about["values"] for about in layers.values()}))
     print(f"{options.target}: {len(layers)} layers of {held}, with the codes and scales of {options.source}.")
     return True
@@ -372,218 +345,15 @@ def _convert_quantised(options: argparse.Namespace, source: Path) -> bool:
 
 def inspect(options: argparse.Namespace) -> None:
     """A table of the matrices of a checkpoint: what they would take and gain here, or on the GPU that is named."""
-    on_gpu = bool(options.gpu) or torch.cuda.is_available()
-    known = times(options.gpu) if options.gpu else times_of(None if on_gpu else torch.device("cpu"))
-    us = [0.0, 0.0]
-    titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", f">on {known.gpu}")
-    table: list[tuple[str, ...]] = [(*titles, *((">decode, at best", *_Memory.titles) if on_gpu else ()))]
-    total, memory = [0, 0], _Memory()
-    source = _folder(options.source, or_file=True)
-    method = _quantised_by(source)
-    with Checkpoint(source) as file:
-        others = [name for name in file if method and not name.endswith((".weight", ".bias"))]
-        for name, weight, form, size in _matrices(file):
-            seen = _Seen(weight, size)
-            density, dense_bytes = seen.density, math.prod(weight.shape) * weight.dtype.itemsize
-            share = min(1.0, packed_share(density, 8 * weight.dtype.itemsize)) if weight.dtype in DTYPES else 1.0
-            after = size if name in file.layers else round(dense_bytes * share)
-            total = [total[0] + size, total[1] + after]
-            gain = f"{dense_bytes / after:.2f}x" if 0 < after < dense_bytes else "-"
-            shape = "x".join(map(str, weight.shape))
-            row = (shape, density_text(density), " ".join(seen.patterns), form, format_bytes(size))
-            expected = ""
-            if "embed" not in name and weight.dtype in DTYPES and (weight.dtype.itemsize == 2 or not on_gpu):
-                found = known.us(weight.shape[0], weight.shape[1], density, weight.dtype)
-                found.pop(EcWeight.format, None)  # which nothing chooses
-                left = 1 - density < MIN_SPARSITY or "lm_head" in name  # as sparsify_ leaves it
-                best = "" if not found else "dense" if left else min(found, key=found.__getitem__)
-                if best:
-                    us = [us[0] + found["dense"], us[1] + found[best]]
-                    expected = f"{found['dense'] / found[best]:.2f}x {best}"
-            more = (gain, *memory.add(name, seen)) if on_gpu else ()
-            table.append((name, *row, format_bytes(after), expected, *more))
-    expected = f"{us[0] / us[1]:.2f}x" if us[1] else ""
-    all_of = ("all", "", "", "", "", format_bytes(total[0]), format_bytes(total[1]), expected)
-    table.append((*all_of, *[""] * (len(table[0]) - len(all_of))))
-    # Of the columns behind the bytes those that say something.
-    said = [i for i in range(len(table[0])) if i < 7 or any(row[i] not in ("", "-") for row in table[1:])]
-    print(columns([[row[i] for i in said] for row in table]))
-    if others:
-        print(f"It is quantised by {method}: {others[0]} and tensors like it ({len(others)}) are not in the table.")
-    print(memory, end="")
-    if on_gpu:
-        print("decode, at best: dense over packed bytes, what a layer gains for one token when memory alone decides.")
-    how = "measured times where there are some, else a model fitted to those"
-    if not known.at(1).measured:
-        others = sorted(gpu for gpu in (read(path)["gpu"] for path in SHIPPED.glob("*.json")) if not is_cpu(gpu))
-        how = (
-            f"nobody measured it: fitted to another GPU's times; measured are {', '.join(others)}; macko tune measures"
-        )
-    if us[1]:
-        print(f"on {known.gpu}: time of one token dense over that of the fastest format ({how}).")
-    if not on_gpu:
-        print('What it would take and gain on a GPU: --gpu "NVIDIA H200".')
+    from .measure.inspect import describe
 
-
-class _Seen:
-    """What a look at a matrix says, which is taken by panels of rows: whole as dense, it may be many times its file.
-
-    Attributes:
-        density: non-zeros over all.
-        patterns: n:m patterns that it holds.
-        counts: of its bits (bit_counts), where it has 16; None also where nobody looked.
-    """
-
-    def __init__(self, weight: Tensor | PackedWeight | Masked, file_bytes: int) -> None:
-        self.weight, self.file_bytes = weight, file_bytes
-        self.shape, self.elements = weight.shape, math.prod(weight.shape)
-        self.counts: Tensor | None = None
-        self.patterns: list[str] = []
-        if not isinstance(weight, Tensor) and not _is_worth_it(weight, file_bytes):
-            self.density = weight.density
-            return
-        held, nonzeros = list(PATTERNS) if self.elements else [], 0
-        counts = torch.zeros(1 << 16, dtype=torch.int64) if weight.dtype in Dense12Weight.dtypes else None
-        for panel in self._panels():
-            held = holding(panel, held)
-            if counts is None:
-                nonzeros += int(countable(panel).count_nonzero())
-            else:
-                counts += bit_counts(panel)
-        if counts is not None:
-            nonzeros = int(counts.sum() - counts[0] - counts[0x8000])
-        self.counts, self.patterns, self.density = counts, named(held), nonzeros / max(1, self.elements)
-
-    def _panels(self) -> Iterator[Tensor]:
-        """Dense pieces of whole row blocks of tile; of wide rows whole slabs and groups of every pattern."""
-        for rows in self._rows():
-            yield from (panel.contiguous() for panel in rows.split(PANEL_COLS, 1))
-
-    def _rows(self) -> Iterator[Tensor]:
-        (rows, cols), weight = self.shape, self.weight
-        step = max(1, PANEL // max(256, cols) // 64) * 64
-        if isinstance(weight, Masked):
-            yield from weight.panels(step)
-            return
-        for first in range(0, rows if cols else 0, step):
-            stop = min(rows, first + step)
-            yield weight[first:stop] if isinstance(weight, Tensor) else sliced(weight, 0, first, stop).to_dense()
-
-    def tile_bytes(self) -> int:
-        slabs = TileWeight.num_slabs(*self.shape)
-        panels = (TileWeight.from_macko(MackoWeight.from_dense(panel)) for panel in self._panels())
-        return sum(panel.data.nbytes for panel in panels) + 4 * (slabs + 1)
-
-    def sparse11_bytes(self) -> int | None:
-        """None where auto would not take it. It is packed whole: from density 0.4 up that is in proportion."""
-        if not _within(2 * Sparse11Weight.num_slabs(*self.shape) * 64 * 256, self.file_bytes):
-            return None  # of few rows, which it fills up to 64
-        weight = self.weight.to_dense() if isinstance(self.weight, Masked) else self.weight
-        if isinstance(weight, Tensor):
-            weight = MackoWeight.from_dense(weight)
-        assert isinstance(weight, MackoWeight)
-        packed = sparse11_of(weight)
-        return packed.nbytes if packed else None
-
-    def dense12_bytes(self, listed: int) -> int | None:
-        """None where it does not hold the matrix, of which its table lacks so many."""
-        assert self.counts is not None
-        rows, cols = self.shape
-        fullest, slabs = 0, -(-cols // 256)
-        if 0 < listed <= self.elements // 100:
-            lacks = ~have_codes(self.counts, self.weight.dtype, signed=False)
-            for panel in self._panels():
-                row, col = lacks[panel.view(torch.int16).int() & 0xFFFF].nonzero().unbind(1)
-                fullest = max(fullest, int((row // 64 * slabs + col // 256).bincount(minlength=1).max()))
-        return Dense12Weight.bytes_of(rows, cols, listed, fullest)
-
-
-def _is_worth_it(weight: Tensor | PackedWeight | Masked, file_bytes: int) -> bool:
-    """Whether a look takes memory and time in proportion to the file; one at what the file has dense always does."""
-    if not isinstance(weight, (MackoWeight, Masked)):
-        return isinstance(weight, Tensor)  # the rows of other formats cannot be had by themselves
-    # Rows can be had by whole ones only, so dense ones of a row block have to fit; with what decoding takes besides.
-    least = min(64, weight.rows) * weight.cols * (6 if isinstance(weight, Masked) else 2)
-    few = weight.rows * weight.cols <= PANEL + ELEMENTS_A_BYTE * file_bytes
-    return few and _within(least, file_bytes)
-
-
-def _within(count: int, file_bytes: int) -> bool:
-    """Whether so many bytes may be taken for a look at what takes file_bytes in its file."""
-    return count <= BYTES_A_BYTE * file_bytes + MORE_BYTES
-
-
-class _Memory:
-    """What matrices of 16 bits would take in the memory of a GPU of compute capability 9.0; nothing of others."""
-
-    titles = (">as tile", ">as sparse11 (outside)", ">as dense12 (listed)")
-
-    def __init__(self) -> None:
-        self.dense = self.raw = self.exact = self.compressed = 0
-
-    def add(self, name: str, seen: _Seen) -> tuple[str, str, str]:
-        """Counts one matrix; gives its cells: bytes, and the share of weights that the format's table lacks."""
-        if seen.counts is None or "embed" in name:
-            return "", "", ""
-        size = raw = exact = 2 * seen.elements
-        tile = sparse11 = ""
-        if 1 - seen.density >= MIN_SPARSITY:
-            raw = exact = min(size, seen.tile_bytes())
-            tile = format_bytes(raw)
-            lacks, count = lacking(seen.counts, seen.weight.dtype, signed=True)
-            shorter = seen.sparse11_bytes() if lacks <= SPARSE11_LISTED * count else None
-            exact = raw if shorter is None else shorter
-            sparse11 = f"{'-' if shorter is None else format_bytes(shorter)} ({lacks / max(1, count):.4%})"
-        listed, _ = lacking(seen.counts, seen.weight.dtype, signed=False)
-        compressed, dense12 = exact, seen.dense12_bytes(listed)
-        if exact >= DENSE12_SHARE * size and seen.elements >= DENSE12_WEIGHTS and dense12:
-            compressed = min(exact, dense12)
-        left = name.rpartition(".")[0].endswith(IGNORED)  # as sparsify_ leaves it
-        self.dense, self.compressed = self.dense + size, self.compressed + compressed
-        self.raw, self.exact = self.raw + (size if left else raw), self.exact + (size if left else exact)
-        if dense12 is None:
-            return tile, sparse11, "-"
-        return tile, sparse11, f"{format_bytes(dense12)} ({listed / max(1, seen.elements):.4%})"
-
-    def __str__(self) -> str:
-        if not self.dense:
-            return ""
-        ways = {'sparsify_(values="raw")': self.raw, "sparsify_": self.exact, "compress_": self.compressed}
-        text = ", ".join(f"{way} {format_bytes(size)}" for way, size in ways.items())
-        return f"in memory on a GPU of compute capability 9.0, of {format_bytes(self.dense)}: {text}.\n"
-
-
-def _matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | Masked, str, int]]:
-    """Of every matrix its name, itself, and in what format and how many bytes the checkpoint has it.
-
-    Itself: dense, or canonical where its file is sparse; or as it is where that would be much more than its file.
-    """
-    weight: Tensor | PackedWeight | Masked
-    form = sparsity_format(file.config) or ""
-    under_masks = {key.removesuffix(".weight"): name for key, name in masked(file).items()} if form else {}
-    matrices = [n for n in file if n.endswith(".weight") and len(file.shape(n)) == 2]
-    for name in tqdm([*file.layers, *under_masks, *matrices], delay=1, leave=False):
-        if name in file.layers:
-            weight = packed = file.packed(name)
-            if isinstance(packed, Macko8Weight):
-                weight = packed.scaled()
-            elif not isinstance(packed, MackoWeight):  # whose rows can be had by themselves
-                dense_bytes = packed.rows * packed.cols * packed.dtype.itemsize
-                weight = packed.to_dense() if _within(dense_bytes, packed.nbytes) else packed
-            yield name, weight, packed.format, packed.nbytes
-        elif name in under_masks:
-            weight = Masked(file, under_masks[name])
-            if len(weight.shape) == 2:
-                yield name, weight, form, weight.nbytes
-        else:
-            dense = file[name]
-            known = dense.is_floating_point() or dense.dtype == torch.int8
-            yield name, dense, "dense" if known else str(dense.dtype).removeprefix("torch."), dense.nbytes
+    print(describe(find_folder(options.source, or_file=True), options.gpu))
 
 
 def tune(options: argparse.Namespace) -> None:
     """Times of this GPU or CPU into its table."""
     device = _device(options.device)
+    from .measure.inspect import is_worth_it, matrices
     from .measure.tune import SMALLEST
     from .measure.tune import tune as measure
 
@@ -598,15 +368,15 @@ def tune(options: argparse.Namespace) -> None:
         if not 0 < density < 1:
             raise ValueError(f"--densities has {density:g}, expected shares of non-zeros between 0 and 1")
 
-    source = _folder(options.source, or_file=True) if options.source else Path()
-    if (method := _quantised_by(source)) not in ("", "compressed-tensors"):
+    source = find_folder(options.source, or_file=True) if options.source else Path()
+    if (method := quantised_by(read_config(source))) not in ("", "compressed-tensors"):
         raise ValueError(f"{source} is quantised by {method}, whose products macko does not time")
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         if options.source:
             with Checkpoint(source) as file:
-                for name, weight, _, size in _matrices(file):
-                    if "embed" not in name and _is_worth_it(weight, size):
+                for name, weight, _, size in matrices(file):
+                    if "embed" not in name and is_worth_it(weight, size):
                         yield name, weight if isinstance(weight, Tensor) else weight.to_dense()
         for shape in options.shapes:
             rows, _, cols = shape.partition("x")
@@ -631,9 +401,9 @@ def bench(options: argparse.Namespace) -> None:
 
     source = options.source
     if not source.startswith("random:"):
-        folder = _folder(source)
-        _packed_layers(folder)
-        _check_not_quantised(folder)
+        folder = find_folder(source)
+        packed_layers(folder)
+        check_not_quantised(folder)
         source = str(folder)
     run(options, source)
 
@@ -641,13 +411,13 @@ def bench(options: argparse.Namespace) -> None:
 def eval(options: argparse.Namespace) -> None:  # the command's name
     """Perplexity, and what differs from another model, as JSON."""
     transformers = require_transformers()
-    from .measure.bench import append
     from .measure.evaluate import embeddings, language, layer_errors
+    from .measure.runs import append
 
-    device, source = _device(options.device), _folder(options.source)
-    against = None if options.against is None else _folder(options.against)
+    device, source = _device(options.device), find_folder(options.source)
+    against = None if options.against is None else find_folder(options.against)
     for folder in (source, *([against] if against else [])):
-        _packed_layers(folder)
+        packed_layers(folder)
     config = _config(transformers, source)
     text = _text(options.data, "--data") if options.data else _reference()
     tokenizer = _tokenizer(transformers, source, options, against)
@@ -711,7 +481,7 @@ def _model(transformers: Any, folder: Path) -> Any:
     """
     from .integrations.transformers import readable
 
-    _check_not_masked(folder)
+    check_not_masked(folder)
     with readable(folder):
         named = (transformers.AutoConfig.from_pretrained(folder).architectures or [""])[0]
         kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
@@ -758,77 +528,6 @@ def _device(asked: str | None) -> str:
     return asked or ("cuda" if count else "cpu")
 
 
-def _folder(source: str, or_file: bool = False) -> Path:
-    """IN as a folder; one of the Hub's cache for a name there, fetched where that is allowed (HF_HUB_OFFLINE)."""
-    path = Path(source)
-    if path.is_dir() or (or_file and path.is_file()):
-        return path
-    if path.exists():
-        raise ValueError(f"{source} is a file, expected a folder with a model")
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
-        raise ValueError(f"{source}: there is no such folder")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ValueError(f"{source}: there is no such folder, and no huggingface_hub to fetch a model with") from None
-    try:
-        return Path(snapshot_download(source, ignore_patterns=NOT_FETCHED))
-    except Exception as error:  # of a dozen kinds, some of them the network library's
-        raise ValueError(f"{source}: there is no such folder, nor a model of that name on the Hub: {error}") from None
-
-
-def _check_dense(source: Path) -> None:
-    if layers := _packed_layers(source):
-        raise ValueError(f"{source} is packed already ({layers} layers): take the folder it was made of")
-
-
-def _about(source: Path) -> dict[str, Any]:
-    """config.json; of what is none whoever opens the model says so."""
-    try:
-        about = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}
-
-
-def _quantised_by(source: Path) -> str:
-    """The quant_method of a folder, where it is not macko's."""
-    about = _about(source).get("quantization_config")
-    if not isinstance(about, dict) or not about:
-        return ""
-    method = quant_method(about) or "a method without a name"
-    return "" if method == "macko" else method
-
-
-def _check_not_quantised(source: Path) -> None:
-    """ValueError where others hold the weights, quantised or sparse; names them."""
-    _check_not_masked(source)
-    if method := _quantised_by(source):
-        wanted = "the folder it was made of, with 16 or 32 bits a weight"
-        raise ValueError(f"{source} is quantised by {method}: take {wanted}")
-
-
-def _check_not_masked(source: Path) -> None:
-    if form := sparsity_format(_about(source)):
-        raise ValueError(f"{source} is {form} of compressed-tensors: macko convert makes a folder of macko's of it")
-
-
-def _packed_layers(source: Path) -> int:
-    """How many there are. Opens every file on the way: one that was cut off is named here, before any work."""
-    if not (source / "config.json").exists():
-        raise ValueError(f"{source} has no config.json, which a folder with a model has")
-    if not any(source.glob("*.safetensors")):
-        return 0
-    with Checkpoint(source) as file:
-        return len(file.layers)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files of a model's weights; others than safetensors only where there are none of those."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in WEIGHTS]
-    return [file for file in files if file.suffix == WEIGHTS[0]] or files
-
-
 def _save(model: Any, report: Report, options: argparse.Namespace, source: Path, folder: Path) -> None:
     """Prints the report and writes the model, and what lies beside it; ValueError where it is as it was."""
     if not sys.stderr.isatty():
@@ -842,150 +541,7 @@ def _save(model: Any, report: Report, options: argparse.Namespace, source: Path,
         text = text or "it has no linear layer"
         raise ValueError(f"{options.source}: no layer was changed, so nothing is written: {text}")
     model.save_pretrained(folder)
-    _copy_others(source, folder)
-
-
-def _copy_others(source: Path, folder: Path) -> None:
-    """Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside ours."""
-    for file in sorted(source.iterdir()):
-        weights = file.suffix in WEIGHTS or ".index." in file.name
-        there = folder / file.name
-        if there.exists() and file.name == "README.md":
-            there = folder / "README-dense.md"
-        if file.is_file() and not weights and not there.exists():
-            shutil.copyfile(file, there)
-
-
-class _Kept:
-    """Pruned weights by the layer's name, a file each: what is there is whole. As much of a dict as prune_ asks for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(exist_ok=True)
-
-    def _file(self, name: str) -> Path:
-        return self.folder / f"{name}.safetensors"
-
-    def __contains__(self, name: str) -> bool:
-        return self._file(name).exists()
-
-    def __getitem__(self, name: str) -> Tensor:
-        return load_file(self._file(name))["weight"]
-
-    def __setitem__(self, name: str, weight: Tensor) -> None:
-        part = self.folder / "part"
-        save_file({"weight": weight.contiguous()}, part)
-        part.replace(self._file(name))
-
-
-@contextlib.contextmanager
-def _unfinished(options: argparse.Namespace, source: Path, begun: dict[str, Any] | None = None) -> Iterator[Path]:
-    """OUT.unfinished, beside OUT. What is written to its result/ becomes OUT in the end, all at once.
-
-    Made before there is anything to lose: it shows that OUT can be written. Whatever stops the work removes it, but for
-    a kill, whose leftovers the next run removes.
-
-    Args:
-        begun: what a run has to have in common with the one that it resumes. With it the folder stays when the work is
-            stopped and there is something in its layers/.
-    """
-    target = Path(options.target).resolve()
-    work = target.with_name(f"{target.name}.unfinished")
-    work.mkdir(parents=True, exist_ok=True)
-    about, layers, result = work / "begun.json", work / "layers", work / "result"
-    resumes = begun is not None and options.resume and about.exists()
-    with open(work / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{work}: another macko is writing there") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):  # a file system without locks
-                raise
-        if resumes:
-            _check_same(json.loads(about.read_text()), json.loads(json.dumps(begun)), work)
-        elif kept := len(list(layers.glob("*.safetensors"))):
-            print(f"macko {options.command}: {kept} layers of an earlier run are removed from {work}", file=sys.stderr)
-        elif begun is not None and options.resume:
-            print(f"macko {options.command}: there is nothing to resume in {work}, so it starts anew", file=sys.stderr)
-        for leftover in (result, *([] if resumes else [layers])):
-            shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            if begun is not None:
-                part = work / "part"
-                part.write_text(json.dumps(begun))
-                part.replace(about)
-            _check_space(options, source, work, 1 if begun is None else 2)
-            yield work
-            _share(result)
-            _put(result, target)
-        except BaseException as error:
-            if isinstance(error, (KeyboardInterrupt, OSError, SafetensorError)):
-                options.hint = f" ({options.target} is not written)"
-            if kept := len(list(layers.glob("*.safetensors"))):
-                shutil.rmtree(result, ignore_errors=True)
-                options.hint = f" ({kept} pruned layers are kept in {work}: run it again with --resume)"
-            else:
-                shutil.rmtree(work, ignore_errors=True)
-            raise
-        shutil.rmtree(work)
-
-
-def _check_target(options: argparse.Namespace) -> None:
-    target, source = Path(options.target).resolve(), Path(options.source).resolve()
-    if target == source or target in source.parents:
-        raise ValueError(f"OUT is {options.target}, which {'is' if target == source else 'holds'} IN: name another")
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{options.target} is a file, expected a folder to write")
-    if target.is_mount():
-        raise ValueError(f"{options.target} is a mount point, which no other folder can replace: name one within it")
-    if target.is_dir() and any(target.iterdir()):
-        if not options.overwrite:
-            raise ValueError(f"{options.target} is not empty: name another, or replace it by --overwrite")
-        if not (target / "config.json").exists():
-            raise ValueError(f"{options.target} is not empty and no model's: --overwrite replaces models only")
-
-
-def _check_same(begun: dict[str, Any], now: dict[str, Any], work: Path) -> None:
-    other = [f"{key} {begun.get(key)!r}, now it is {now[key]!r}" for key in now if begun.get(key) != now[key]]
-    if other:
-        raise ValueError(f"{work} was begun with {'; with '.join(other)}: it starts anew without --resume")
-
-
-def _check_space(options: argparse.Namespace, source: Path, work: Path, copies: int) -> None:
-    """OUT takes what IN takes, and its layers once more where they are kept until OUT is there; less where packed."""
-    size, free = sum(file.stat().st_size for file in _weight_files(source)), shutil.disk_usage(work).free
-    needed = size * copies - sum(file.stat().st_size for file in work.glob("layers/*.safetensors"))
-    if free >= needed:
-        return
-    text = f"{work.parent} has {format_bytes(free)} left, {options.target} may take {format_bytes(needed)}"
-    if options.run is not convert:
-        raise ValueError(text)
-    print(f"macko convert: {text}, as much as {options.source}; the more zeros, the less", file=sys.stderr)
-
-
-def _share(folder: Path) -> None:
-    """Gives files the mode that others get here: safetensors makes its own for their owner alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    for file in folder.rglob("*.safetensors"):
-        file.chmod(0o666 & ~mask)
-
-
-def _put(new: Path, target: Path) -> None:
-    """Renames a folder; what has that name now is removed behind it."""
-    old = target.with_name(f"{target.name}.replaced-{os.getpid()}")
-    replaces = target.exists()
-    try:
-        if replaces:
-            target.rename(old)
-        new.rename(target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
-    if replaces:
-        shutil.rmtree(old)
+    copy_others(source, folder)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .choose.auto import AUTO, Options
-from .nn.layers import check_model, tied_parameters
+from .choose.options import AUTO, Options
+from .nn.find import check_model, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
-from .weights.formats import FORMATS, MackoWeight, PackedWeight, saved_as
+from .weights import MackoWeight, PackedWeight, saved_as
+from .weights.saved import IN_FILES
 
 #: Of the files; a reader refuses a higher one.
 VERSION = 1
@@ -159,7 +160,7 @@ def packed_state(
                 layers[name] = json.loads(bytes(extra.tolist()))
                 if (layers[name]["rows"], layers[name]["cols"]) != (module.out_features, module.in_features):
                     raise ValueError(f"{name} holds one process' part of its weight: save the model by save_pretrained")
-            elif not FORMATS[module.format].saved_dense and any(key.startswith(join(name, "")) for key in state):
+            elif any(join(name, key) in state for key in {*IN_FILES, *module._buffers} - {"weight"}):
                 raise ValueError(f"the state has tensors of {name}, which is sparse, without {name}._extra_state")
     return state, layers
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +27,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import MULTIPLE, CallFunction, KeywordArg, Match
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
-from . import ops
-from .weights import formats
-from .weights.formats import FORMATS
+from . import ops, weights
+from .weights import FORMATS
 
 aten, prims, macko = torch.ops.aten, torch.ops.prims, torch.ops.macko
 
@@ -98,7 +98,9 @@ class Fuse(CustomGraphPass):
             node.target = macko.linear_below_autograd.default
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, formats.__file__, ops.__file__))
+        return get_hash_for_files(
+            (__file__, ops.__file__, *map(str, sorted(Path(weights.__file__).parent.glob("*.py"))))
+        )
 
 
 #: Inductor's config is of a context, as each thread has one. What somebody sets there later stays.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from macko.measure import reference
-from macko.weights.formats import PackedWeight
+from macko.weights import PackedWeight
 
 #: 16-bit types, everywhere; float32 too on the CPU.
 HALVES = (torch.float16, torch.bfloat16)

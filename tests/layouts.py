@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from macko import _library
-from macko.weights.formats import FORMATS, SellWeight
+from macko.weights import FORMATS, SellWeight
 
 #: Names by number.
 LAYOUTS = tuple(FORMATS)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from macko.weights.formats import SellWeight
+from macko.weights import SellWeight
 
 
 def pack(w: Tensor, delta_bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,6 +177,21 @@ def dense12_pack(w: Tensor) -> tuple[Tensor, list[int]]:
     return data.flatten().view(w.dtype), [size // 128, *table.view(torch.int32).tolist(), int(listed.sum())]
 
 
+def _streams(held: Tensor, has: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a slice's bytes [tile, step, lane, i], those that it has: where lanes start, and the streams, both flat."""
+    held, has = (t.transpose(1, 2)[..., [0, 1, 2, 3, 7, 6, 5, 4]].flatten(2) for t in (held, has))
+    counts = has.sum(-1)  # [tile, lane]
+    heads, tails = ((counts[at] + counts[at + 1]).tolist() for at in (0, 2))
+    starts, streams = torch.zeros(32, 4, dtype=torch.uint8), [held.new_zeros(0)] * 32
+    in_order = sorted(range(32), key=lambda lane: -tails[lane]), sorted(range(32), key=heads.__getitem__)
+    for lane, column in zip(*in_order, strict=True):  # the longest tail behind the shortest head
+        starts[lane] = torch.tensor([heads[column], column * 4, counts[0, lane], counts[2, lane]])
+        streams[column] = torch.cat([held[:2, column][has[:2, column]], held[2:, lane][has[2:, lane]]])
+    padded = torch.nn.utils.rnn.pad_sequence(streams, batch_first=True).to(torch.uint8)
+    padded = torch.nn.functional.pad(padded, (0, -padded.shape[1] % 4))
+    return starts.flatten(), padded.view(32, -1, 4).transpose(0, 1).flatten()
+
+
 def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     """Data, offsets and sizes (widest, the table's halves, entries, listed) of sparse11 (sparse11.h)."""
     (rows, cols), bits = w.shape, w.cpu().contiguous().view(torch.int16).long() & 0xFFFF
@@ -202,36 +217,19 @@ def sparse11_pack(w: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     for held, low, code, lists in zip(elements, split & 255, codes, listed, strict=True):
         words = (code[:, :, :3] << 4 * torch.arange(8)).sum(-1)
         words += ((code[:, :, 3:] >> torch.arange(3).view(3, 1, 1) & 1) << 4 * torch.arange(8) + 3).sum(-1)
-        starts, values, begins = torch.zeros(4, 32, 4, dtype=torch.uint8), torch.zeros(0, 32, 4, dtype=torch.uint8), []
-        for slice_ in range(4):
-            in_order = [0, 1, 2, 3, 7, 6, 5, 4]
-            own, has = ([t[:, slice_, :, lane][..., in_order] for lane in range(32)] for t in (low, code != 0))
-            heads, tails = ([o[t][h[t]] for o, h in zip(own, has, strict=True)] for t in (slice(2), slice(2, 4)))
-            shortest = sorted(range(32), key=[len(head) for head in heads].__getitem__)
-            longest = sorted(range(32), key=[-len(tail) for tail in tails].__getitem__)
-            columns = {}
-            for lane, column in zip(longest, shortest, strict=True):
-                first, third = (int(has[lane][tile].sum()) for tile in (0, 2))
-                starts[slice_, lane] = torch.tensor([len(heads[column]), column * 4, first, third])
-                columns[column] = torch.cat([heads[column], tails[lane]])
-            height = max(-(-len(column) // 4) for column in columns.values())
-            room = torch.zeros(32, height * 4, dtype=torch.uint8)
-            for lane, stream in columns.items():
-                room[lane, : len(stream)] = stream
-            begins.append(6784 + values.numel())
-            values = torch.cat([values, room.view(32, height, 4).transpose(0, 1)])
+        starts, streams = zip(*(_streams(low[:, at], (code != 0)[:, at]) for at in range(4)), strict=True)
+        begins = [6784 + sum(t.numel() for t in streams[:at]) for at in range(5)]
         parts: list[int] = []
         entries: list[int] = []
-        at = 6784 + values.numel()
         for tile in range(4):
             for slice_ in range(4):
                 lacking = (places << 16 | held[tile, slice_])[lists[tile, slice_]].tolist()
-                parts.append(begins[slice_] | (at + 4 * len(entries) if lacking else 6720) << 16)
+                parts.append(begins[slice_] | (begins[4] + 4 * len(entries) if lacking else 6720) << 16)
                 entries += [*lacking, 2**32 - 1] if lacking else []
         head = [*parts, 2**32 - 1, *[0] * 15]
         as_bytes = [torch.tensor(t, dtype=torch.int64).to(torch.uint32).view(torch.uint8) for t in (head, entries)]
-        piece = torch.cat([words.flatten().to(torch.uint32).view(torch.uint8), starts.flatten(), as_bytes[0]])
-        piece = torch.cat([piece, values.flatten(), as_bytes[1]])
+        piece = torch.cat([words.flatten().to(torch.uint32).view(torch.uint8), *starts, as_bytes[0]])
+        piece = torch.cat([piece, *streams, as_bytes[1]])
         pieces.append(torch.nn.functional.pad(piece, (0, -len(piece) % 128)))
         offsets.append(offsets[-1] + len(pieces[-1]) // 128)
     data = torch.cat([torch.zeros(0, dtype=torch.uint8), *pieces])
@@ -269,27 +267,11 @@ def sparse8_pack(codes: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, lis
     pieces, offsets = [], [0]
     for slab in held:
         masks = ((slab != zero).long() << bits[:, None]).sum((2, 4))
-        starts, values, begins = torch.zeros(4, 32, 4, dtype=torch.uint8), torch.zeros(0, 32, 4, dtype=torch.uint8), []
-        for slice_ in range(4):
-            own = slab[:, slice_].transpose(1, 2)[..., [0, 1, 2, 3, 7, 6, 5, 4]]  # [tile, lane, step, i]
-            half = lambda own, lane, tiles: own[tiles, lane][own[tiles, lane] != zero]  # noqa: E731
-            heads, tails = ([half(own, lane, t) for lane in range(32)] for t in (slice(2), slice(2, 4)))
-            shortest = sorted(range(32), key=[len(head) for head in heads].__getitem__)
-            longest = sorted(range(32), key=[-len(tail) for tail in tails].__getitem__)
-            columns = {}
-            for lane, column in zip(longest, shortest, strict=True):
-                first, third = (int((own[tile, lane] != zero).sum()) for tile in (0, 2))
-                starts[slice_, lane] = torch.tensor([len(heads[column]), column * 4, first, third])
-                columns[column] = torch.cat([heads[column], tails[lane]])
-            height = max(-(-len(column) // 4) for column in columns.values())
-            room = torch.zeros(32, height * 4, dtype=torch.uint8)
-            for lane, stream in columns.items():
-                room[lane, : len(stream)] = stream
-            begins.append(2688 + values.numel())
-            values = torch.cat([values, room.view(32, height, 4).transpose(0, 1)])
+        starts, streams = zip(*(_streams(slab[:, at], slab[:, at] != zero) for at in range(4)), strict=True)
+        begins = [2688 + sum(t.numel() for t in streams[:at]) for at in range(4)]
         words = [masks.flatten().to(torch.uint32), torch.tensor([*begins, *[0] * 28], dtype=torch.uint32)]
         masks_, slices = (t.view(torch.uint8) for t in words)
-        pieces.append(torch.cat([masks_, starts.flatten(), slices, values.flatten()]))
+        pieces.append(torch.cat([masks_, *starts, slices, *streams]))
         offsets.append(offsets[-1] + len(pieces[-1]) // 128)
     data = torch.cat([torch.zeros(0, dtype=torch.uint8), *pieces]).view(dtype)
     widest = max(torch.tensor(offsets).diff().tolist(), default=0)

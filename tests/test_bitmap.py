@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from macko import _library, ops
-from macko.weights.formats import BitmapWeight, MackoWeight
+from macko.weights import BitmapWeight, MackoWeight
 from tests import reference
 from tests.common import (
     CPU_DTYPES,

@@ -247,7 +247,9 @@ def test_a_space_in_the_path_does_not_compile_again(build: ModuleType, tmp_path:
 
 def test_what_says_nothing_for_long_shows_that_it_lives(build: ModuleType) -> None:
     script = "import time; print('one'); time.sleep(0.5); print('two'); raise SystemExit(3)"
-    alive = f"import sys; from tools import alive; alive.SECONDS = 0.1; sys.argv[1:] = {[sys.executable, '-c', script]}"
+    alive = (
+        f"import sys; from verify import alive; alive.SECONDS = 0.1; sys.argv[1:] = {[sys.executable, '-c', script]}"
+    )
     ran = python(f"{alive}; sys.exit(alive.main())")
     assert ran.returncode == 3
     assert re.fullmatch(r"one\n\.{2,}\ntwo\n", ran.stdout.lstrip(".\n")), ran.stdout

@@ -28,12 +28,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import macko
+from macko.choose.patterns import PATTERNS, matching_patterns, pattern_names
 from macko.choose.times import packed_share
 from macko.cli import main
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import decode, is_quantised, sparsity_format
-from macko.measure import bench, engines
-from macko.nn.layers import PATTERNS, format_bytes, holding, named
+from macko.measure import bench, engines, runs
+from macko.nn.report import format_bytes
 from macko.pruning.prune import METHODS
 from tests.common import (
     as_8_bits,
@@ -53,18 +54,26 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def dense(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def dense_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small dense model and files that are no weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
-    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
-    (tmp_path / "dense" / "tokenizer_notes.txt").write_text("kept")
-    (tmp_path / "dense" / "README.md").write_text("of the dense one")
-    return tmp_path / "dense"
+    folder = tmp_path_factory.mktemp("dense")
+    LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    (folder / "tokenizer_notes.txt").write_text("kept")
+    (folder / "README.md").write_text("of the dense one")
+    return folder
+
+
+@pytest.fixture
+def dense(dense_once: Path, tmp_path: Path) -> Path:
+    """It, of one's own."""
+    torch.manual_seed(0)
+    return shutil.copytree(dense_once, tmp_path / "dense")
 
 
 @needs_transformers
@@ -747,7 +756,7 @@ def test_lengths_of_bench_end_with_the_models_positions(
     """Where nobody says them: a length that is asked for and does not fit is an error."""
     seen: list[list[int]] = []
 
-    def measure(*given: Any) -> list[bench.Result]:
+    def measure(*given: Any) -> list[runs.Result]:
         seen.extend(options.prompt_tokens for options in given if hasattr(options, "prompt_tokens"))
         raise ValueError("enough")
 
@@ -763,12 +772,18 @@ def test_lengths_of_bench_end_with_the_models_positions(
     assert seen == [lengths]
 
 
+def no_times(call: Any, on_gpu: bool, calls: int = 3) -> list[float]:
+    """Seconds that say nothing: as long with a call more as without. Nothing is run for them."""
+    return [2.0, 1.0, 3.0]
+
+
 @needs_transformers
 @pytest.mark.slow
 def test_bench_against_fewer_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench, "_times", no_times)
     out = tmp_path / "results.jsonl"
     sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--dtype", "bfloat16"]
     assert main(["bench", "random:tiny", *sizes, "--against", "fp8", "int4", "--json", str(out)]) == 0
@@ -806,7 +821,7 @@ def test_bench_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench, "_times", lambda call, on_gpu, calls=3: [2.0, 1.0, 3.0])  # as long with and without
+    monkeypatch.setattr(runs, "seconds", no_times)
     out = tmp_path / "results.jsonl"
     sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--sparsity", "0.5"]
     assert main(["bench", "random:tiny", *sizes, "--json", str(out)]) == 0
@@ -824,8 +839,8 @@ def test_bench_shows_no_figure_that_noise_hides(
 def test_bench_measures_again_where_noise_is_as_large_as_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     def difference(less: list[list[float]], more: list[list[float]]) -> float | None:
         of_call = {"less": iter(less), "more": iter(more)}
-        monkeypatch.setattr(bench, "_times", lambda call, on_gpu: next(of_call[call]))
-        found = bench._difference("more", "less", False)  # type: ignore[arg-type]
+        monkeypatch.setattr(runs, "seconds", lambda call, on_gpu: next(of_call[call]))
+        found = runs.difference("more", "less", False)  # type: ignore[arg-type]
         assert not list(of_call["more"])  # as often as expected, not more
         return found
 
@@ -844,7 +859,7 @@ def test_bench_says_loudly_where_outputs_are_wrong() -> None:
 
 
 def sends_a_line(side: str, folder: str, options: argparse.Namespace, given: Any, pipe: Any) -> None:
-    found = bench.result(bench.Side(side, 0.5, None), "decode", 2, 8, 2, 0.5, 3000)
+    found = runs.result(runs.Side(side, 0.5, None), "decode", 2, 8, 2, 0.5, 3000)
     about = {"vllm": "1", "NVML": os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]}
     pipe.send((None, {"model": side, "ms": None, **about}))
     pipe.send((found, {**dataclasses.asdict(found), **about}))
@@ -889,7 +904,7 @@ def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
 
 @needs_transformers
 def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_times", None)
+    monkeypatch.setattr(runs, "seconds", None)
     load = mock.Mock(wraps=bench._load)
     monkeypatch.setattr(bench, "_load", load)
     for more, message in (
@@ -949,14 +964,14 @@ def test_patterns_found_in_a_mask() -> None:
         macko.prune_(layer, pattern=pattern)
         return layer.weight
 
-    assert named(holding(holds("2:4"), PATTERNS)) == ["2:4"]
-    assert named(holding(holds("6:8"), PATTERNS)) == ["6:8"]
-    assert named(holding(holds("4:6"), PATTERNS)) == ["4:6"]
-    assert named(holding(holds("1:4"), PATTERNS)) == ["1:4"]
-    assert named(holding(holds("10:12"), PATTERNS)) == ["10:12"]
-    assert named(holding(holds("14:16"), PATTERNS)) == ["14:16"]
-    assert named(holding(torch.ones(4, 240), PATTERNS)) == []
-    assert named(holding(torch.zeros(4, 7), PATTERNS)) == []
+    assert pattern_names(matching_patterns(holds("2:4"), PATTERNS)) == ["2:4"]
+    assert pattern_names(matching_patterns(holds("6:8"), PATTERNS)) == ["6:8"]
+    assert pattern_names(matching_patterns(holds("4:6"), PATTERNS)) == ["4:6"]
+    assert pattern_names(matching_patterns(holds("1:4"), PATTERNS)) == ["1:4"]
+    assert pattern_names(matching_patterns(holds("10:12"), PATTERNS)) == ["10:12"]
+    assert pattern_names(matching_patterns(holds("14:16"), PATTERNS)) == ["14:16"]
+    assert pattern_names(matching_patterns(torch.ones(4, 240), PATTERNS)) == []
+    assert pattern_names(matching_patterns(torch.zeros(4, 7), PATTERNS)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -1309,3 +1324,28 @@ def test_prune_and_eval_tell_it_so_too(
     assert main([command, str(file.parent), *options]) == 1
     assert "no folder that transformers can read: " in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "in"}
+
+
+@needs_transformers
+@pytest.mark.slow
+def test_bench_of_a_dense_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_times", no_times)
+    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2"]
+    out = tmp_path / "lines.jsonl"
+    assert main(["bench", "random:tiny", "--format", "dense12", *sizes, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "29 of 29 layers changed" in printed  # lm_head too
+    assert "dense12, outputs of each layer equal to dense but for rounding: yes" in printed
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {line["model"] for line in lines} == {"dense", "dense12"}
+    assert {(line["sparsity"], line["dtype"], line["format"]) for line in lines} == {(0.0, "bfloat16", "dense12")}
+    assert main(["bench", "random:tiny", "--format", "dense12", "--dtype", "float16", *sizes]) == 1
+    assert "or bfloat16, whose mantissa has 7 bits, lacks" in capsys.readouterr().err
+
+
+@needs_transformers
+def test_commands_that_write_refuse_what_is_saved_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "in", str(tmp_path / "out"), "--format", "dense12"]) == 1
+    assert "its file is the dense model" in capsys.readouterr().err

@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations, prune
 
 import macko
 from macko import SparseLinear, compress_, sparsify_
-from macko.choose.auto import Options
+from macko.choose.options import Options
 from macko.nn.convert import _compress_layer, convert_layer
-from macko.nn.layers import FoundLinear
+from macko.nn.find import FoundLinear
 from tests.common import assert_close_spmv, assert_same_bits, devices, random_vector, random_weight
 
 

@@ -112,3 +112,8 @@ def test_the_readme_is_for_a_newcomer() -> None:
     assert max(map(len, text.splitlines())) <= 120
     assert len(text.splitlines()) <= 130
     assert "| 1 token at a time |" in text
+
+
+def test_every_benchmark_says_what_it_answers() -> None:
+    named = {*re.findall(r"\w+", (ROOT / "benchmarks" / "README.md").read_text())}
+    assert {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")} <= named

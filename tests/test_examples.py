@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from macko.nn.layers import LayerReport, Report
+from macko.nn.report import LayerReport, Report
 from tests.tiny_llama import needs_transformers
 
 pytestmark = needs_transformers

@@ -15,8 +15,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import macko
+from macko import weights
 from macko.files import VERSION, Checkpoint
-from macko.weights import formats
 from tests.common import CPU_DTYPES, assert_same_bits, assert_same_model, device_dtypes, random_weight
 
 
@@ -130,7 +130,7 @@ def test_a_model_that_is_one_layer(tmp_path: Path) -> None:
 def test_no_dense_weight_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = sparse_model()
     for name in ("from_dense", "to_dense"):
-        monkeypatch.setattr(formats.MackoWeight, name, lambda *_, **__: pytest.fail("made a dense weight"))
+        monkeypatch.setattr(weights.MackoWeight, name, lambda *_, **__: pytest.fail("made a dense weight"))
     macko.save_model(model, tmp_path / "model.safetensors")
     assert_same_model(macko.load_model(on_meta(), tmp_path / "model.safetensors"), model)
 
@@ -211,7 +211,7 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
 
 LAYOUTS = [
     pytest.param(name, kind.device_types[0], marks=[pytest.mark.gpu] if kind.device_types == ("cuda",) else [])
-    for name, kind in formats.FORMATS.items()
+    for name, kind in weights.FORMATS.items()
     if kind.is_layout
 ]
 

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from macko import FORMATS, MackoWeight, SparseLinear, _library, ops, sparsify_
-from macko.choose.auto import CHOICES, Options, pack
+from macko.choose.auto import pack
+from macko.choose.options import CHOICES, Options
 from macko.files import Checkpoint, as_extra_state
-from macko.weights.formats import (
+from macko.weights import (
     BitmapWeight,
     ByteWeight,
     Dense12Weight,
@@ -24,7 +25,7 @@ from macko.weights.formats import (
     SlideWeight,
 )
 from tests.common import assert_same_bits, devices, each_token, integer_problem, random_weight
-from tests.fuzz import honest
+from verify.fuzz import honest
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -49,6 +50,21 @@ def test_every_format_has_the_same_face(name: str, device: str) -> None:
     assert_same_bits(again.to_dense(), packed.to_dense())
     with pytest.raises(dataclasses.FrozenInstanceError):
         packed.rows = 3
+
+
+def test_numbers_are_those_of_the_library() -> None:
+    assert [kind.number for kind in FORMATS.values()] == list(range(len(FORMATS)))
+    for name, kind in FORMATS.items():
+        with pytest.raises(RuntimeError, match=rf"packed has 9 tensors and header 3 numbers, {name} has \d"):
+            torch.ops.macko.dense([torch.empty(0)] * 9, [kind.number, 0, 0])
+    with pytest.raises(RuntimeError, match=f"expected 0 to {len(FORMATS) - 1}"):
+        torch.ops.macko.dense([torch.empty(0)], [len(FORMATS), 0, 0])
+
+
+@pytest.mark.parametrize("taken", [{"format": "tile", "number": 99}, {"format": "other", "number": 3}])
+def test_a_name_or_number_that_is_taken_is_refused(taken: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="Other: TileWeight is tile, number 3"):
+        type("Other", (PackedWeight,), {**taken, "__module__": __name__})
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from torch._inductor.decomposition import select_decomp_table
 
 import macko
 from macko.fuse import Fuse
-from macko.weights.formats import (
+from macko.weights import (
     Dense12Weight,
     EcWeight,
     MackoWeight,

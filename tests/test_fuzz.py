@@ -1,4 +1,4 @@
-"""A short run of tests/fuzz.py, in processes of its own: a crash is a failure there, not the end of the suite."""
+"""A short run of verify/fuzz.py, in processes of its own: a crash is a failure there, not the end of the suite."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from macko.weights.formats import FORMATS, SAVED
-from tests import fuzz
+from macko.weights import FORMATS, SAVED
+from verify import fuzz
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.slow
 def test_mutated_files_are_refused_or_read() -> None:
     pytest.importorskip("safetensors")
-    command = [sys.executable, "-m", "tests.fuzz", "--cases", "2000", "--workers", "2", "--out", ""]
+    command = [sys.executable, "-m", "verify.fuzz", "--cases", "2000", "--workers", "2", "--out", ""]
     done = subprocess.run(command, capture_output=True, text=True)
     line = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0, done.stdout
@@ -43,7 +43,7 @@ def test_a_clone_named_macko_is_not_the_package(folder: Any, place: str) -> None
 
 #: Of four cases the second does not end, and the third asks for more than 64 MB and four times its 100 bytes.
 PLANTED = """
-from tests import fuzz
+from verify import fuzz
 
 def run_case(seed, case, weights, folder, config, made):
     made(100)
@@ -71,7 +71,7 @@ def test_a_case_that_hangs_and_one_that_takes_memory_are_failures() -> None:
 def test_a_run_that_is_ended_counts_what_it_did(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     out = tmp_path / "line"
-    command = [sys.executable, "-m", "tests.fuzz", "--cases", "1000000", "--workers", "2", "--out", str(out)]
+    command = [sys.executable, "-m", "verify.fuzz", "--cases", "1000000", "--workers", "2", "--out", str(out)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while process.poll() is None and not children.read_text():
@@ -128,7 +128,7 @@ def test_the_c_core_refuses_or_reads_what_has_changed(tmp_path: Path) -> None:
     sources = [path for folder in ("csrc", "contrib") for path in (ROOT / folder).rglob("*.c")]
     sources = [path for path in sources if path.parent.name != "torch"]
     flags = ["-std=c17", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror"]
-    command = [compiler, *flags, "-o", tmp_path / "fuzz_core", ROOT / "tests" / "fuzz_core.c", *sources, "-lm"]
+    command = [compiler, *flags, "-o", tmp_path / "fuzz_core", ROOT / "verify" / "fuzz_core.c", *sources, "-lm"]
     subprocess.run(command, check=True)
     done = subprocess.run([tmp_path / "fuzz_core", tmp_path / "corpus", "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

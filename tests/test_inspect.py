@@ -14,15 +14,24 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import macko
 from macko import FORMATS, EcWeight, MackoWeight, cli
-from macko.choose.auto import lacking, outside_table, sparse11_of
+from macko.choose.auto import sparse11_of
+from macko.choose.exponents import lacking, outside_table
+from macko.choose.patterns import PATTERNS, density_of, matching_patterns, pattern_names
 from macko.cli import main
 from macko.files import VERSION, Checkpoint
 from macko.integrations.compressed_tensors import Masked
-from macko.nn.layers import PATTERNS, density_of, holding, named
-from macko.weights.formats import Dense12Weight, Macko8Weight, PackedWeight, SlideWeight, TileWeight, described
+from macko.measure import inspect
+from macko.weights import (
+    Dense12Weight,
+    Macko8Weight,
+    PackedWeight,
+    SlideWeight,
+    Sparse11Weight,
+    TileWeight,
+)
 from tests.common import assert_same_bits, random_weight
+from tests.kernels.codecs import Dense12, bits_of
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -54,8 +63,8 @@ MATRICES: dict[str, Callable[[], Tensor]] = {
     "two_four": lambda: two_four(150, 336),
     "two_four_but_the_last_row": lambda: odd_last_row(193, 336),
     "wide": lambda: pruned(3, 9001, 0.45),
-    "wider_than_a_panel": lambda: two_four(66, 2 * cli.PANEL_COLS + 8),
-    "wider_by_no_group": lambda: two_four(2, cli.PANEL_COLS + 7),
+    "wider_than_a_panel": lambda: two_four(66, 2 * inspect.PANEL_COLS + 8),
+    "wider_by_no_group": lambda: two_four(2, inspect.PANEL_COLS + 7),
     "one": lambda: pruned(1, 1, 1.0),
     "zeros": lambda: torch.zeros(70, 90, dtype=BF16),
     "ends_with_empty_rows": lambda: torch.cat([pruned(30, 500, 0.5), torch.zeros(300, 500, dtype=BF16)]),
@@ -69,14 +78,17 @@ MATRICES: dict[str, Callable[[], Tensor]] = {
 @pytest.fixture(params=[1, 1 << 21])
 def panel(request: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """Elements of a panel: 64 rows each, or the whole."""
-    monkeypatch.setattr(cli, "PANEL", request.param)
-    monkeypatch.setattr(cli, "MORE_BYTES", 1 << 25)
+    monkeypatch.setattr(inspect, "PANEL", request.param)
+    monkeypatch.setattr(inspect, "MORE_BYTES", 1 << 25)
     return int(request.param)
 
 
-def assert_seen(seen: cli._Seen, w: Tensor) -> None:
+def assert_seen(seen: inspect.Seen, w: Tensor) -> None:
     """As packing the dense matrix whole says it."""
-    assert (seen.density, seen.patterns) == (density_of(w) or 0, (named(holding(w, PATTERNS)) if w.numel() else []))
+    assert (seen.density, seen.patterns) == (
+        density_of(w) or 0,
+        (pattern_names(matching_patterns(w, PATTERNS)) if w.numel() else []),
+    )
     if w.dtype not in Dense12Weight.dtypes:
         assert seen.counts is None
         return
@@ -97,11 +109,11 @@ def assert_seen(seen: cli._Seen, w: Tensor) -> None:
 @pytest.mark.parametrize("name", MATRICES)
 def test_panels_say_what_packing_the_whole_gives(name: str, panel: int) -> None:
     w = MATRICES[name]()
-    assert_seen(cli._Seen(w, w.nbytes), w)
+    assert_seen(inspect.Seen(w, w.nbytes), w)
     if w.dtype in MackoWeight.dtypes:
         for bits in (2, 4, 8):
             packed = MackoWeight.from_dense(w, bits)
-            assert_seen(cli._Seen(packed, packed.nbytes + (1 << 20)), w)
+            assert_seen(inspect.Seen(packed, packed.nbytes + (1 << 20)), w)
 
 
 @pytest.mark.parametrize("format", ["dense8", "sparse8"])
@@ -110,7 +122,7 @@ def test_weights_of_8_bits_are_seen_as_codes_times_scales(format: str, kind: int
     for w in (random_weight(200, 300, 0.5, F16), random_weight(130, 70, 0.1, BF16), two_four(1, 700, F16)):
         saved = FORMATS[format].from_dense(w, kind).to_saved()
         assert isinstance(saved, Macko8Weight)
-        assert_seen(cli._Seen(saved.scaled(), saved.nbytes + (1 << 20)), saved.to_dense())
+        assert_seen(inspect.Seen(saved.scaled(), saved.nbytes + (1 << 20)), saved.to_dense())
 
 
 def bitmask_file(path: Path, w: Tensor) -> None:
@@ -133,7 +145,7 @@ def test_bitmasks_are_seen_by_panels(name: str, panel: int, tmp_path: Path, monk
         masked = Masked(file, "a")
         assert_same_bits(masked.to_dense(), w)
         assert masked.density == (density_of(w) or 0)
-        assert_seen(cli._Seen(masked, masked.nbytes), w)
+        assert_seen(inspect.Seen(masked, masked.nbytes), w)
 
 
 def test_a_bitmask_whose_last_panel_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -143,7 +155,7 @@ def test_a_bitmask_whose_last_panel_lies(tmp_path: Path, monkeypatch: pytest.Mon
         tensors = {name: checkpoint[name] for name in checkpoint}
     tensors["a.bitmask"][-1, 0] ^= 1
     save_file(tensors, file)
-    monkeypatch.setattr(cli, "PANEL", 1)
+    monkeypatch.setattr(inspect, "PANEL", 1)
     assert main(["inspect", str(tmp_path)]) == 1
     assert "a: bitmask has " in capsys.readouterr().err
 
@@ -155,7 +167,7 @@ def write(path: Path, **weights: Tensor | PackedWeight) -> Path:
         if isinstance(weight, Tensor):
             tensors[f"{name}.weight"] = weight
         else:
-            layers[name] = described(type(weight), weight.sizes())
+            layers[name] = weight.about()
             tensors |= {f"{name}.{key}": t for key, t in weight.tensors().items()}
     save_file(tensors, path, metadata={"macko": json.dumps({"version": VERSION, "layers": layers})} if layers else None)
     return path
@@ -171,8 +183,8 @@ def test_the_table_does_not_depend_on_panels(tmp_path: Path, capsys: Any, monkey
     )  # fmt: skip
     said = set()
     for elements in (1, 100_000, 1 << 30):
-        monkeypatch.setattr(cli, "PANEL", elements)
-        monkeypatch.setattr(cli, "ELEMENTS_A_BYTE", 1 << 30)
+        monkeypatch.setattr(inspect, "PANEL", elements)
+        monkeypatch.setattr(inspect, "ELEMENTS_A_BYTE", 1 << 30)
         assert main(["inspect", str(path), "--gpu", "NVIDIA H200"]) == 0
         said.add(capsys.readouterr().out)
     assert len(said) == 1
@@ -265,4 +277,67 @@ def test_a_matrix_of_zeros_is_inspected(tmp_path: Path, capsys: Any) -> None:
     save_file({"a.weight": torch.zeros(8, 16)}, tmp_path / "file")
     assert main(["inspect", str(tmp_path / "file")]) == 0
     assert "0.000 (100.0%)" in capsys.readouterr().out
-    assert macko.nn.layers.density_of(torch.zeros(8, 16)) == 0
+    assert density_of(torch.zeros(8, 16)) == 0
+
+
+def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    w, spread = Dense12(BF16, 0).source(512, 512, rare=0.001), (2.0 ** torch.randint(-90, 90, (128, 256))).bfloat16()
+    made = Dense12Weight.from_dense(w)
+    save_file({"a.weight": w, "b.weight": spread, "embed.weight": w + 0}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
+    printed = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in printed.splitlines()}
+    assert lines["a.weight"].endswith(f"{made.nbytes / 1e3:.2f} kB ({made.listed / w.numel():.4%})")
+    assert lines["b.weight"].endswith(" -")
+    assert not lines["embed.weight"].endswith("%)")
+    assert "as tile" not in printed  # nothing has zeros
+    dense = f"{(w.nbytes + spread.nbytes) / 1e3:.2f} kB"
+    assert f'of {dense}: sparsify_(values="raw") {dense}, sparsify_ {dense}, compress_ {dense}.' in lines["in"]
+    save_file({"a.weight": w.half()}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
+    assert f"{made.nbytes / 1e3:.2f} kB" in capsys.readouterr().out
+    save_file({"a.weight": w.half() * 1.01}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
+    assert "dense12" not in capsys.readouterr().out
+
+
+def test_inspect_says_what_each_way_to_hold_weights_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("macko.measure.inspect.DENSE12_WEIGHTS", 256 * 512)
+    torch.manual_seed(0)
+    full, half = (torch.randn(256, 512).bfloat16() for _ in range(2))
+    half = torch.where(half.abs() > 0.6745, half, 0)
+    spread = torch.where(half != 0, 4.0 ** torch.randint(-60, 60, half.shape), 0).bfloat16()
+    tensors = {"a": full, "b": half, "c": spread, "lm_head": half + 0, "small": half[:64].clone(), "embed": full + 0}
+    save_file({f"{name}.weight": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    long = Dense12Weight.from_dense(full).nbytes
+    short, raw = (kind.from_dense(half).nbytes for kind in (Sparse11Weight, TileWeight))
+    small = Sparse11Weight.from_dense(half[:64]).nbytes
+    small_raw = TileWeight.from_dense(half[:64]).nbytes
+    assert f" {raw / 1e3:.2f} kB {short / 1e3:.2f} kB (0.0000%)" in " ".join(lines["b.weight"].split())
+    outside = lines["c.weight"].split("- (")[1].split("%")[0]
+    assert 90 < float(outside) < 97  # 120 exponents, of which seven are held
+    spread_raw = TileWeight.from_dense(spread).nbytes
+    dense = sum(t.nbytes for name, t in tensors.items() if name != "embed")
+    left = full.nbytes + half.nbytes
+    by_way = (
+        left + raw + spread_raw + small_raw,
+        left + short + spread_raw + small,
+        long + 2 * short + spread_raw + small,
+    )
+    texts = [f"{size / 1e3:.2f} kB" if size < 1e6 else f"{size / 1e6:.2f} MB" for size in (dense, *by_way)]
+    assert 'of {}: sparsify_(values="raw") {}, sparsify_ {}, compress_ {}.'.format(*texts) in lines["in"]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_what_inspect_counts_is_what_formats_list(dtype: torch.dtype) -> None:
+    """outside_table against what packing says, of zeros of both signs, denormals, Inf, NaN and lower bits."""
+    w = Dense12(dtype, 0).source(200, 300, rare=0.004)
+    w[:, ::3], w[0, :4] = 0, bits_of(0x8000, 0x7F80, 0xFFC1, 0x0001).to(dtype)
+    assert outside_table(w, signed=False) == (Dense12Weight.from_dense(w).listed, w.numel())
+    made = Sparse11Weight.from_dense(w)
+    assert outside_table(w, signed=True) == (made.listed, made.entries)
+    assert outside_table(w[:0], signed=True) == (0, 0)

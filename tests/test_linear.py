@@ -14,9 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import macko
 from macko import FORMATS, MackoWeight, SparseLinear
-from macko.choose.auto import Options, pack
+from macko.choose.auto import pack
+from macko.choose.options import Options
 from macko.nn import linear
-from macko.weights.formats import PackedWeight
+from macko.weights import PackedWeight
 from tests.common import (
     HALVES,
     assert_close_spmv,

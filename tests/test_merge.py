@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 import macko
 from macko.choose import auto as choose
-from macko.choose.auto import Options
+from macko.choose.options import Options
 from macko.nn import merge
 from macko.nn.merge import MergedLinear
-from macko.weights import formats
-from macko.weights.formats import MackoWeight, SellWeight, TileWeight
+from macko.weights import MackoWeight, SellWeight, TileWeight, base
 from tests.common import assert_same_bits, devices, needs_capture, random_weight, torch_threads
 
 
@@ -152,7 +151,7 @@ def test_parts_that_cut_row_blocks_are_slices() -> None:
 def test_sell_makes_many_tokens_tensors_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a GEMM each, where that is worth it. Workspaces cut parts."""
     tokens = 65
-    monkeypatch.setattr(formats, "OWN_PART", tokens * 300)
+    monkeypatch.setattr(base, "OWN_PART", tokens * 300)
     attention, x, wanted = integer_siblings(tokens, "sell")
     for grad in (False, True):
         x.requires_grad_(grad)
@@ -161,9 +160,9 @@ def test_sell_makes_many_tokens_tensors_of_their_own(monkeypatch: pytest.MonkeyP
             assert part.is_contiguous() is not grad
             assert torch.equal(part[0], y)
     few = x.detach()[1:]
-    monkeypatch.setattr(formats, "OWN_PART", tokens * 300 + 1)
+    monkeypatch.setattr(base, "OWN_PART", tokens * 300 + 1)
     assert not attention.q_proj(x.detach()).is_contiguous()
-    monkeypatch.setattr(formats, "OWN_PART", 0)
+    monkeypatch.setattr(base, "OWN_PART", 0)
     assert not attention.q_proj(few).is_contiguous()  # too few
 
 

@@ -1,8 +1,8 @@
-"""tools/mutate.py can plant its faults: what it looks for is still there. `make mutants` says whether tests notice."""
+"""verify/mutate.py can plant its faults: what it looks for is still there. `make mutants` says whether tests notice."""
 
 from __future__ import annotations
 
-from tools.mutate import FAULTS, ROOT
+from verify.mutate import FAULTS, ROOT
 
 
 def test_the_text_of_each_fault_is_there_just_once() -> None:

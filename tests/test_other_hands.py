@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import macko
 from macko import SparseLinear
 from macko.files import Checkpoint, packed_state
-from macko.weights.formats import FORMATS, SAVED
+from macko.weights import FORMATS, SAVED
 from tests.common import HALVES, assert_same_bits, random_weight
 
 #: What a CPU can make; sell cannot be.
@@ -49,7 +49,7 @@ def dense(seed: int = 0, density: float = 0.4) -> Two:
     return model
 
 
-def held_in(format: str, weight: Tensor) -> macko.weights.formats.PackedWeight:
+def held_in(format: str, weight: Tensor) -> macko.weights.PackedWeight:
     """A weight packed on the CPU, in layouts of GPUs too."""
     return FORMATS[format].from_dense(weight)
 

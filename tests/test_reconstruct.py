@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import macko
-from macko.nn.layers import find_linears
+from macko.nn.find import find_linears
 from macko.pruning.allocate import BOUND, Curve, between, least
 from macko.pruning.grids import integers, nearest
 from macko.pruning.prune import METHODS

@@ -67,8 +67,8 @@ def test_table_has_rows_of_lines_only(tmp_path: Path) -> None:
 
     path = tmp_path / "spmm.jsonl"
     path.write_text(line("tile", 0.5, 5.0))
-    assert report.rivals_table(path) == report.NO_LINES  # nothing to compare with
+    assert report.part("rivals", path) == report.NO_LINES  # nothing to compare with
     path.write_text(line("tile", 0.5, 5.0) + line("int4", 1.0, 20.0))
-    rows = report.rivals_table(path).splitlines()[2:]
+    rows = report.part("rivals", path).splitlines()[2:]
     assert [row.split(" | ")[0] for row in rows] == ["| tile, half zeros, exact", "| int4, groups of 128"]
     assert "0.50x (0.50x)" in rows[1]  # a loss is shown

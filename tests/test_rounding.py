@@ -10,7 +10,7 @@ from torch import Tensor
 
 import macko
 from macko import FORMATS
-from macko.weights.formats import Dense12Weight, PackedWeight, SellWeight, SlideWeight, Sparse11Weight, TileWeight
+from macko.weights import Dense12Weight, PackedWeight, SellWeight, SlideWeight, Sparse11Weight, TileWeight
 from tests import layouts
 from tests.common import CPU_DTYPES, HALVES, assert_same_bits, device_dtypes, devices, random_vector, random_weight
 

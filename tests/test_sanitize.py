@@ -1,4 +1,4 @@
-"""That tools/sanitize.py counts what compute-sanitizer says, with a stand-in for it: no GPU is needed."""
+"""That verify/sanitize.py counts what compute-sanitizer says, with a stand-in for it: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools import sanitize
+from verify import sanitize
 
 RACE = """\
 ========= COMPUTE-SANITIZER
@@ -67,18 +68,44 @@ def run(folder: Path, tools: str, log: str, *options: str) -> tuple[int, dict]:
     return status, json.loads((folder / "lines").read_text().splitlines()[-1])
 
 
-def test_a_clean_run(compute_sanitizer: Path) -> None:
-    status, line = run(compute_sanitizer, "memcheck", CLEAN)
-    assert status == 0
-    assert line["errors"] == {}
-    assert (line["products"], line["commit"], line["tool"]) == (6, "abc", "memcheck")
-    assert (line["problems"], line["problems_left"]) == (6, 0)
+DROPPED = """\
+========= Warning: Error buffer overflow has been detected. Some records have been dropped
+=========
+========= 70 errors were skipped (error buffer overflow).
+"""
+MARK = "========= Uninitialized"
+HEAD, OURS, THEIRS = UNINITIALISED.partition("========= ERROR")[0].split(MARK)
+UNPRINTED = CLEAN.replace("0 errors", "102 errors") + "========= ERROR SUMMARY: 2 errors were not printed. Use more.\n"
+READ = "Uninitialized __global__ memory read of size 4 bytes in few_cuda.cu:300"
+#: What a tool is told to do and says, the exit status, and of the line that is kept.
+SAID: dict[str, tuple[str, str, tuple[str, ...], int, dict[str, Any]]] = {
+    "a clean run": ("memcheck", CLEAN, (), 0, {
+        "errors": {}, "products": 6, "commit": "abc", "tool": "memcheck", "problems": 6, "problems_left": 0,
+    }),
+    "problems that nobody took": ("memcheck", CLEAN, ("--jobs", "1"), 1, {"problems": 3, "problems_left": 3}),
+    "a kernel of ours and one of the library's": ("initcheck", UNINITIALISED, (), 1, {
+        "errors": {READ: 2}, "of_others": 2,
+    }),
+    "dropped records, of the library's kernel before": ("initcheck", HEAD + MARK + THEIRS + DROPPED, (), 0, {
+        "errors": {}, "of_others": 2 * 3,
+    }),
+    "dropped records, of ours before": ("initcheck", HEAD + MARK + THEIRS + MARK + OURS + DROPPED, (), 1, {
+        "of_others": 2 * 1,
+    }),
+    "errors that were not printed": ("initcheck", UNPRINTED, (), 1, {"errors": {}, "unprinted": 4}),
+    "a race": ("racecheck", RACE, (), 1, {}),
+}  # fmt: skip
 
 
-def test_problems_that_nobody_took(compute_sanitizer: Path) -> None:
-    status, line = run(compute_sanitizer, "memcheck", CLEAN, "--jobs", "1")
-    assert status == 1
-    assert (line["problems"], line["problems_left"]) == (3, 3)
+@pytest.mark.parametrize("what", SAID)
+def test_what_a_tool_says_is_counted(compute_sanitizer: Path, what: str) -> None:
+    tool, log, options, wanted, found = SAID[what]
+    status, line = run(compute_sanitizer, tool, log, *options)
+    assert (status, {key: line[key] for key in found}) == (wanted, found)
+    if what == "dropped records, of ours before":
+        assert len(line["errors"]) == 3
+    if what == "a race":
+        assert [place.rpartition(" in ")[2] for place in line["errors"]] == ["spmv_cuda.cu:287"]
 
 
 def test_tools_at_once_share_the_processes(compute_sanitizer: Path) -> None:
@@ -86,35 +113,6 @@ def test_tools_at_once_share_the_processes(compute_sanitizer: Path) -> None:
     assert status == 0
     lines = [json.loads(line) for line in (compute_sanitizer / "lines").read_text().splitlines()]
     assert [(line["tool"], line["jobs"]) for line in lines] == [("memcheck", 2), ("synccheck", 2)]
-
-
-def test_an_error_of_a_kernel_of_ours_and_one_of_the_librarys(compute_sanitizer: Path) -> None:
-    status, line = run(compute_sanitizer, "initcheck", UNINITIALISED)
-    assert status == 1
-    assert line["errors"] == {"Uninitialized __global__ memory read of size 4 bytes in few_cuda.cu:300": 2}
-    assert line["of_others"] == 2
-
-
-DROPPED = """\
-========= Warning: Error buffer overflow has been detected. Some records have been dropped
-=========
-========= 70 errors were skipped (error buffer overflow).
-"""
-
-
-def test_records_that_were_dropped_are_of_the_kernel_before(compute_sanitizer: Path) -> None:
-    head, ours, theirs = UNINITIALISED.partition("========= ERROR")[0].split("========= Uninitialized")
-    mark = "========= Uninitialized"
-    status, line = run(compute_sanitizer, "initcheck", head + mark + theirs + DROPPED)
-    assert (status, line["errors"], line["of_others"]) == (0, {}, 2 * 3)
-    status, line = run(compute_sanitizer, "initcheck", head + mark + theirs + mark + ours + DROPPED)
-    assert (status, len(line["errors"]), line["of_others"]) == (1, 3, 2 * 1)
-
-
-def test_a_race(compute_sanitizer: Path) -> None:
-    status, line = run(compute_sanitizer, "racecheck", RACE)
-    assert status == 1
-    assert [place.rpartition(" in ")[2] for place in line["errors"]] == ["spmv_cuda.cu:287"]
 
 
 LAST = """\
@@ -146,7 +144,7 @@ def test_tools_run_with_the_library_made_for_them(compute_sanitizer: Path) -> No
     lanes = sanitize.package_with(compute_sanitizer / "lanes")
     assert (lanes / "macko/_C_cuda.abi3.so").read_bytes() == b"for tools"
     said = subprocess.run(
-        [sys.executable, "-c", "import tests.stress, macko; print(macko.__file__)"],
+        [sys.executable, "-c", "import verify.stress, macko; print(macko.__file__)"],
         cwd=lanes,
         env={**os.environ, "PYTHONPATH": str(lanes)},
         capture_output=True,
@@ -190,13 +188,6 @@ def test_another_process_goes_on_behind_one_that_dies(
     assert (compute_sanitizer / "logs/memcheck.0.log").read_text() == UNINITIALISED
 
 
-def test_errors_that_were_not_printed(compute_sanitizer: Path) -> None:
-    log = CLEAN.replace("0 errors", "102 errors") + "========= ERROR SUMMARY: 2 errors were not printed. Use more.\n"
-    status, line = run(compute_sanitizer, "initcheck", log)
-    assert status == 1
-    assert (line["errors"], line["unprinted"]) == ({}, 4)
-
-
 def test_shares_of_the_processes() -> None:
     assert sanitize.shares_of(["memcheck", "initcheck", "synccheck", "racecheck"], 28) == [4, 5, 5, 14]
     assert sanitize.shares_of(["racecheck"], 14) == [14]
@@ -207,21 +198,15 @@ HANGS = STAND_IN.replace("pwd >&2", 'mkdir "$0.hangs" && echo a case && sleep 10
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_killed_and_its_problems_are_left(compute_sanitizer: Path) -> None:
-    (compute_sanitizer / "compute-sanitizer").write_text(HANGS)
-    status, line = run(compute_sanitizer, "memcheck", CLEAN, "--minutes", "0", "--grace", "0.02")
-    assert status == 1
-    assert (line["broken"], line["problems"], line["problems_left"]) == (["exit status -9 at a case"], 3, 3)
-    assert line["seconds"] < 100
-
-
-@pytest.mark.slow
-def test_another_process_goes_on_behind_one_that_hangs(
-    compute_sanitizer: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("another", [False, True])
+def test_a_process_that_hangs_is_killed(
+    compute_sanitizer: Path, monkeypatch: pytest.MonkeyPatch, another: bool
 ) -> None:
+    """Where there is no time left its problems are, too; else another process goes on after it."""
     (compute_sanitizer / "compute-sanitizer").write_text(HANGS)
     monkeypatch.setitem(sanitize.STALL, "memcheck", 1)
-    status, line = run(compute_sanitizer, "memcheck", CLEAN, "--jobs", "1")
+    options = ("--jobs", "1") if another else ("--minutes", "0", "--grace", "0.02")
+    status, line = run(compute_sanitizer, "memcheck", CLEAN, *options)
     assert status == 1
     assert (line["broken"], line["problems"], line["problems_left"]) == (["exit status -9 at a case"], 3, 3)
     assert line["seconds"] < 100

@@ -1,4 +1,4 @@
-"""That tools/sass_races.py tells an arrival that can overtake a load from one that cannot."""
+"""That verify/sass_races.py tells an arrival that can overtake a load from one that cannot."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("elftools")
 
-from tools import sass_races
-from tools.sass_races import NO_SCOREBOARD, Instruction, overtaken
+from verify import sass_races
+from verify.sass_races import NO_SCOREBOARD, Instruction, overtaken
 
 LDS, ARRIVE, USE = "LDS R2, [R3]", "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ", "FADD R5, R2, R2"
 
@@ -25,60 +25,45 @@ def found_in(*lines: tuple[str, int, int], **labels: int) -> list[tuple[int, int
     return [(both.load.address // 16, both.arrival.address // 16) for both in found]
 
 
-@pytest.mark.parametrize("arrival", [ARRIVE, "BAR.ARV 0x1, 0x80", "UCGABAR_ARV", f"{ARRIVE} ?"])
-def test_arrival_before_the_load_is_waited_for(arrival: str) -> None:
-    assert found_in((LDS, 0, 1), (arrival, 0, NO_SCOREBOARD), (USE, 2, NO_SCOREBOARD)) == [(0, 1)]
+#: Of instructions, each with the scoreboards waited for and its own: the loads in flight at an arrival. Labels at end.
+WAIT, ARRIVAL = (USE, 2, NO_SCOREBOARD), (ARRIVE, 0, NO_SCOREBOARD)
+BEHIND, MAYBE = (LDS, 0, 3), (f"{LDS} ?", 0, 3)  # the second may not have been executed
+AROUND = [(LDS, 0, 1), ("BRA `(.L_end) ?", 0, 7), (USE, 2, 7), (ARRIVE, 0, 7), ("EXIT", 0, 7)]
+AROUND_BY_P1 = [AROUND[0], ("BRA P1, `(.L_end)", 0, 7), *AROUND[2:]]
+DIVERGED = [
+    *(("BSSY B0, `(.L_met)", 0, 7), (LDS, 0, 1), ("BSYNC B0", 0, 7), (ARRIVE, 0, 7), ("EXIT", 0, 7)),
+    *((USE, 2, 7), (ARRIVE, 0, 7)),
+]
+PROGRAMS: dict[str, tuple[list[tuple[str, int, int]], dict[str, int], list[tuple[int, int]]]] = {
+    **{
+        f"{arrival} before the load is waited for": ([(LDS, 0, 1), (arrival, 0, NO_SCOREBOARD), WAIT], {}, [(0, 1)])
+        for arrival in (ARRIVE, "BAR.ARV 0x1, 0x80", "UCGABAR_ARV", f"{ARRIVE} ?")
+    },
+    "arrival after the wait": ([(LDS, 0, 1), WAIT, ARRIVAL], {}, []),
+    "an arrival that waits": ([(LDS, 0, 1), (ARRIVE, 2, NO_SCOREBOARD)], {}, []),
+    "a wait by itself": ([(LDS, 0, 1), ("DEPBAR.LE SB1, 0x0", 0, NO_SCOREBOARD), ARRIVAL], {}, []),
+    **{
+        f"{fence} between them": ([(LDS, 0, 1), (fence, 0, NO_SCOREBOARD), ARRIVAL], {}, found)
+        for name in ("FENCE.VIEW.ASYNC.S", "MEMBAR.ALL.CTA")
+        for fence, found in ((name, []), (f"{name} ?", [(0, 2)]))
+    },
+    "wait for another scoreboard": ([(LDS, 0, 1), (USE, 4, NO_SCOREBOARD), ARRIVAL], {}, [(0, 2)]),
+    "a load after it is over": ([(LDS, 0, 7), BEHIND, (USE, 8, NO_SCOREBOARD), ARRIVAL], {}, []),
+    "a load before it is over": ([BEHIND, (LDS, 0, 7), (USE, 8, NO_SCOREBOARD), ARRIVAL], {}, [(1, 3)]),
+    "one that may have been is over": ([(LDS, 0, 7), MAYBE, (USE, 8, NO_SCOREBOARD), ARRIVAL], {}, [(0, 3)]),
+    "a path around the wait": (AROUND, {"end": 3}, [(0, 3)]),
+    "a path around wait and arrival": (AROUND, {"end": 4}, []),
+    "a path around by a predicate": (AROUND_BY_P1, {"end": 3}, [(0, 3)]),
+    "a load of the round before": ([(ARRIVE, 0, 7), (LDS, 0, 1), ("BRA `(.L_top)", 0, 7)], {"top": 0}, [(1, 0)]),
+    "diverged lanes that meet at the wait": (DIVERGED, {"met": 5}, []),
+    "diverged lanes that meet after it": (DIVERGED, {"met": 6}, [(1, 6)]),
+}
 
 
-def test_arrival_behind_the_wait() -> None:
-    assert not found_in((LDS, 0, 1), (USE, 2, NO_SCOREBOARD), (ARRIVE, 0, NO_SCOREBOARD))
-    assert not found_in((LDS, 0, 1), (ARRIVE, 2, NO_SCOREBOARD))
-    assert not found_in((LDS, 0, 1), ("DEPBAR.LE SB1, 0x0", 0, NO_SCOREBOARD), (ARRIVE, 0, NO_SCOREBOARD))
-
-
-def test_a_fence_between_them() -> None:
-    for fence in ("FENCE.VIEW.ASYNC.S", "MEMBAR.ALL.CTA"):
-        assert not found_in((LDS, 0, 1), (fence, 0, NO_SCOREBOARD), (ARRIVE, 0, NO_SCOREBOARD))
-        assert found_in((LDS, 0, 1), (f"{fence} ?", 0, NO_SCOREBOARD), (ARRIVE, 0, NO_SCOREBOARD)) == [(0, 2)]
-
-
-def test_wait_for_another_scoreboard() -> None:
-    assert found_in((LDS, 0, 1), (USE, 4, NO_SCOREBOARD), (ARRIVE, 0, NO_SCOREBOARD)) == [(0, 2)]
-
-
-def test_a_load_is_over_with_one_behind_it_and_not_with_one_before_it() -> None:
-    first, second = (LDS, 0, NO_SCOREBOARD), (LDS, 0, 3)
-    use, arrive = (USE, 8, NO_SCOREBOARD), (ARRIVE, 0, NO_SCOREBOARD)
-    assert not found_in(first, second, use, arrive)
-    assert found_in(second, first, use, arrive) == [(1, 3)]
-    assert found_in(first, (f"{LDS} ?", 0, 3), use, arrive) == [(0, 3)]  # may not have been executed
-
-
-def test_a_path_around_the_wait() -> None:
-    lines = [(LDS, 0, 1), ("BRA `(.L_end) ?", 0, 7), (USE, 2, 7), (ARRIVE, 0, 7), ("EXIT", 0, 7)]
-    assert found_in(*lines, end=3) == [(0, 3)]
-    assert not found_in(*lines, end=4)
-    lines[1] = ("BRA P1, `(.L_end)", 0, 7)
-    assert found_in(*lines, end=3) == [(0, 3)]
-
-
-def test_a_load_of_the_round_before() -> None:
-    """The arrival stands before the load, in a loop."""
-    assert found_in((ARRIVE, 0, 7), (LDS, 0, 1), ("BRA `(.L_top)", 0, 7), top=0) == [(1, 0)]
-
-
-def test_diverged_lanes_meet_where_they_said() -> None:
-    lines = [
-        ("BSSY B0, `(.L_met)", 0, 7),
-        (LDS, 0, 1),
-        ("BSYNC B0", 0, 7),
-        (ARRIVE, 0, 7),
-        ("EXIT", 0, 7),
-        (USE, 2, 7),
-        (ARRIVE, 0, 7),
-    ]
-    assert not found_in(*lines, met=5)
-    assert found_in(*lines, met=6) == [(1, 6)]
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_an_arrival_that_can_overtake_a_load(what: str) -> None:
+    lines, labels, wanted = PROGRAMS[what]
+    assert found_in(*lines, **labels) == wanted
 
 
 def find_nvdisasm() -> str | None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import macko.ops as ops
-from macko.weights.formats import MackoWeight, SellWeight
+from macko.weights import MackoWeight, SellWeight
 from tests import layouts, reference
 from tests.common import (
     HALVES,

@@ -30,12 +30,13 @@ from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
-from macko.choose.auto import Options, pack
+from macko.choose.auto import pack
+from macko.choose.options import Options
 from macko.measure import reference
 from macko.nn import convert
-from macko.nn.linear import HOOKS, keeps_format
+from macko.nn.linear import HOOKS
 from macko.nn.merge import MergedLinear
-from macko.weights.formats import FORMATS, ByteWeight
+from macko.weights import FORMATS, ByteWeight
 from tests.common import CPU_DTYPES, random_weight
 
 F16, BF16, F32 = CPU_DTYPES
@@ -239,7 +240,7 @@ class Pair:
         for name in names:
             layer, like = self.model.get_submodule(name), self.twin.get_submodule(name)
             packed = layer.packed
-            self.wanted[name] = None if chosen and not keeps_format(packed) else layer.format
+            self.wanted[name] = None if chosen and not packed.keeps_format else layer.format
             if not isinstance(packed, ByteWeight):
                 self.rounded.pop(name, None)
             elif name not in self.rounded:
@@ -273,7 +274,7 @@ class Pair:
     # ---- Steps
 
     def sparsify(self, format: str, **options: Any) -> None:
-        known = {key: value for key, value in options.items() if key in ("tokens", "values", "pattern")}
+        known = {key: value for key, value in options.items() if key in ("tokens", "values")}
         try:
             Options(format, **known)
         except ValueError:
@@ -282,7 +283,7 @@ class Pair:
             expected = False
         with self.refused_if(expected):
             report = macko.sparsify_(self.model, format=format, **options)
-        self._converted(report, format in ("auto", "mixed"))
+        self._converted(report, format.partition(" ")[0] in ("auto", "mixed"))
 
     def compress(self, **options: Any) -> None:
         with self.refused_if(False):
@@ -327,7 +328,7 @@ class Pair:
             return
         names, before = self.layers_named(name), layer.format
         weight = self.whole_weight(name)
-        stays = format in ("auto", "mixed") and keeps_format(whole_of(layer).packed)
+        stays = format in ("auto", "mixed") and whole_of(layer).packed.keeps_format
         in_bytes = all(name in self.rounded for name in names)
         expected = not stays and before != format and not (in_bytes and "8" in format) and not held(format, weight)
         expected |= format not in (*FORMATS, "auto", "mixed", "smallest")
@@ -621,6 +622,7 @@ def step(name: str, *args: Any, **kwargs: Any) -> Any:
 
 CPU_FORMATS = ("macko", "bitmap", "ec", "slide", "dense12", "dense8", "sparse8")
 FORMAT = st.sampled_from(["auto", *CPU_FORMATS, "mixed", "smallest"])
+ROUNDED = FORMAT.filter(lambda format: format not in ("slide", "mixed"))  # which round activations too
 EVERY = st.one_of(FORMAT, st.sampled_from(["sell", "tile", "sparse11", "nothing"]))
 NAME, DTYPE, BOOL = st.sampled_from(NAMES), st.sampled_from(CPU_DTYPES), st.booleans()
 IGNORE = st.sampled_from([(), ("lm_head",), ("q_proj",), ("0.*",), ("*.k_proj", "1.up_proj")])
@@ -629,8 +631,8 @@ STEPS = st.one_of(
     step("sparsify", EVERY, tokens=TOKENS, merge=st.sampled_from([None, True]), ignore=IGNORE),
     step("sparsify", st.just("auto"), values=st.sampled_from(["raw", "fp8", "int8", "fp16"]), merge=BOOL,
          ignore=IGNORE, device=st.sampled_from([None, "cpu"])),
-    step("sparsify", st.sampled_from(["slide", "mixed"]), pattern=st.sampled_from(["auto", "2:4", "6:8"]), merge=BOOL),
-    step("sparsify", FORMAT, min_sparsity=st.sampled_from([0.0, 0.45]), merge=BOOL, values=st.just("int8")),
+    step("sparsify", st.sampled_from(["slide", "slide 2:4", "mixed", "mixed 6:8"]), merge=BOOL),
+    step("sparsify", ROUNDED, min_sparsity=st.sampled_from([0.0, 0.45]), merge=BOOL, values=st.just("int8")),
     step("compress", values=st.sampled_from(["exact", "fp8", "int8"]), merge=BOOL, ignore=IGNORE),
     step("interrupted", FORMAT, st.integers(0, 9), BOOL),
     step("reformat", NAME, EVERY),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from macko import EcWeight, MackoWeight
-from macko.weights.formats import (
+from macko.weights import (
     BitmapWeight,
     ByteWeight,
     Dense8Weight,
@@ -19,7 +19,7 @@ from macko.weights.formats import (
     Sparse11Weight,
     TileWeight,
 )
-from macko.weights.shards import joined, sliced
+from macko.weights.shards import joined
 from tests.common import assert_same_bits, device_dtypes, random_weight, two_processes
 
 
@@ -42,9 +42,9 @@ def test_a_cut_within_a_byte_and_a_chunk(device: str, dtype: torch.dtype, bits: 
     for start in range(62):
         for stop in (start, min(61, start + 1), (start + 61) // 2, 61):
             if start <= stop:
-                assert_same_weight(sliced(whole, 0, start, stop), MackoWeight.from_dense(w[start:stop], bits))
+                assert_same_weight(whole.cut(0, start, stop), MackoWeight.from_dense(w[start:stop], bits))
     for start, stop in ((0, 50), (50, 101), (17, 18), (40, 40)):
-        assert_same_weight(sliced(whole, 1, start, stop), MackoWeight.from_dense(w[:, start:stop].contiguous(), bits))
+        assert_same_weight(whole.cut(1, start, stop), MackoWeight.from_dense(w[:, start:stop].contiguous(), bits))
 
 
 @pytest.mark.parametrize("kind", [TileWeight, Sparse11Weight, BitmapWeight, EcWeight, Dense12Weight])
@@ -53,20 +53,20 @@ def test_a_cut_of_every_other_format_is_what_packing_gives(kind: type[PackedWeig
     for dim, start, stop in ((0, 3, 67), (1, 64, 201)):
         part = w.narrow(dim, start, stop - start).contiguous()
         wanted = kind.from_macko(MackoWeight.smallest(part)) if kind.is_layout else kind.from_dense(part)
-        assert_same_weight(sliced(kind.from_dense(w), dim, start, stop), wanted)
+        assert_same_weight(kind.from_dense(w).cut(dim, start, stop), wanted)
 
 
 def test_the_whole_is_not_copied() -> None:
     whole = MackoWeight.from_dense(random_weight(8, 16, 0.5, torch.float16))
-    assert sliced(whole, 0, 0, 8) is whole
-    assert sliced(whole, 1, 0, 16) is whole
+    assert whole.cut(0, 0, 8) is whole
+    assert whole.cut(1, 0, 16) is whole
 
 
 def test_a_format_that_files_hold_too() -> None:
     w = random_weight(64, 96, 0.2, torch.float16)
     whole = EcWeight.from_dense(w, delta_bits=8, lanes=4)
-    assert_same_weight(sliced(whole, 0, 3, 20), EcWeight.from_dense(w[3:20], delta_bits=8, lanes=4))
-    assert_same_weight(sliced(whole, 1, 3, 20), EcWeight.from_dense(w[:, 3:20].contiguous(), delta_bits=8, lanes=4))
+    assert_same_weight(whole.cut(0, 3, 20), EcWeight.from_dense(w[3:20], delta_bits=8, lanes=4))
+    assert_same_weight(whole.cut(1, 3, 20), EcWeight.from_dense(w[:, 3:20].contiguous(), delta_bits=8, lanes=4))
 
 
 @pytest.mark.parametrize("kind", [0, 1])
@@ -106,8 +106,8 @@ import os, sys
 import pytest, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from macko.weights.formats import Dense8Weight, Sparse8Weight
-from macko.weights.shards import gathered, sliced
+from macko.weights import Dense8Weight, Sparse8Weight
+from macko.weights.shards import gathered
 from tests.common import assert_same_bits, random_weight
 
 store, rank = sys.argv[1], int(sys.argv[2])
@@ -120,7 +120,7 @@ for kind in (Dense8Weight, Sparse8Weight):
         whole = kind.from_dense(w, number)
         for dim, cut in ((0, 33), (1, 65)):
             ends = [0, cut, w.shape[dim]]
-            got = gathered(sliced(whole, dim, *ends[rank : rank + 2]), dim, w.shape, mesh)
+            got = gathered(whole.cut(dim, *ends[rank : rank + 2]), dim, w.shape, mesh)
             got.validate()
             assert_same_bits(got.codes(), whole.codes())
             assert_same_bits(got.scales, whole.scales)
@@ -141,11 +141,11 @@ def test_what_cannot_be_cut_is_refused() -> None:
     w = random_weight(64, 96, 0.2, torch.float16)
     whole = MackoWeight.from_dense(w)
     with pytest.raises(ValueError, match="rows 60 to 65 of a weight that has 64"):
-        sliced(whole, 0, 60, 65)
+        whole.cut(0, 60, 65)
     with pytest.raises(ValueError, match="columns 5 to 4 of a weight that has 96"):
-        sliced(whole, 1, 5, 4)
+        whole.cut(1, 5, 4)
     quantised = SlideWeight.from_dense(w, n=0, element=0)
     for dim, size in enumerate(quantised.shape):
         with pytest.raises(ValueError, match="slide dense int8 cannot be cut"):
-            sliced(quantised, dim, 0, 32)
-        assert sliced(quantised, dim, 0, size) is quantised
+            quantised.cut(dim, 0, 32)
+        assert quantised.cut(dim, 0, size) is quantised

@@ -14,12 +14,13 @@ from torch import Tensor
 import macko
 import macko.ops as ops
 from macko import SparseLinear
-from macko.choose import auto as choose
+from macko.choose import slide as choose
 from macko.choose import times
-from macko.choose.auto import Options, pack
+from macko.choose.auto import pack
+from macko.choose.options import Options
 from macko.measure.tune import measure_slide
 from macko.nn.convert import check_shards
-from macko.weights.formats import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
+from macko.weights import SLIDE_ELEMENTS, SlideWeight, sparsest_pattern
 from tests import reference
 from tests.common import HALVES, Plan, assert_same_bits, device_dtypes, devices, needs_capture
 from tests.layouts import LAYOUTS
@@ -537,7 +538,7 @@ def test_sparsify_with_a_pattern() -> None:
     with torch.no_grad():
         model[0].weight.copy_(weight(192, 256, 4, torch.float16))
         model[1].weight.copy_(weight(128, 192, 2, torch.float16))
-    report = macko.sparsify_(model, format="slide", pattern="6:8", dtype="int8")
+    report = macko.sparsify_(model, format="slide 6:8", values="int8")
     assert isinstance(model[0], SparseLinear)
     assert [row.format for row in report.layers] == ["slide 6:8 int8", "slide 6:8 int8", "dense"]
     assert "row 0, group 0" in report.layers[2].reason
@@ -547,9 +548,40 @@ def test_sparsify_with_a_pattern() -> None:
     again.load_state_dict(torch.nn.Sequential(model[0]).state_dict())
     assert_same_bits(again(x), model[0](x))
     with pytest.raises(ValueError, match="pattern is '5:8'"):
-        macko.sparsify_(model, format="slide", pattern="5:8")
-    with pytest.raises(ValueError, match='pattern, dtype and keep_dense are of formats "slide"'):
-        macko.sparsify_(model, pattern="6:8")
+        macko.sparsify_(model, format="slide 5:8")
+    with pytest.raises(ValueError, match='a pattern is of formats "slide" and "mixed", the format is \'auto\''):
+        macko.sparsify_(model, format="auto 6:8")
+    with pytest.raises(ValueError, match="values is 'raw', format 'slide' takes exact, fp8, int8"):
+        macko.sparsify_(model, format="slide", values="raw")
+
+
+def test_dtype_and_pattern_are_values_and_a_part_of_format_now() -> None:
+    full = torch.randn(192, 256).half()
+    full[:, ::4] = 0  # all that 6:8 allows
+    for format in ("slide", "mixed"):
+        packed = []
+        for _ in range(2):
+            layer = torch.nn.Linear(256, 192, bias=False).half()
+            layer.weight.data.copy_(full)
+            packed.append(torch.nn.Sequential(layer))
+        with pytest.warns(DeprecationWarning, match="now") as said:
+            old = macko.sparsify_(packed[0], format=format, pattern="6:8", dtype="int8")
+        texts = [str(warning.message) for warning in said]
+        assert texts == [
+            "sparsify_(dtype='int8') is values='int8' now",
+            f"sparsify_(pattern='6:8') is format=\"{format} 6:8\" now",
+        ]
+        assert {warning.filename for warning in said} == {__file__}
+        assert old == macko.sparsify_(packed[1], format=f"{format} 6:8", values="int8")
+        assert old[0].format == "slide 6:8 int8"
+        assert_same_bits(packed[0][0].packed.tiles, packed[1][0].packed.tiles)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    for dtype in ({"format": "auto"}, {"format": "slide", "values": "fp8"}):
+        with pytest.raises(ValueError, match='dtype is of formats "slide" and "mixed", without values'):
+            macko.sparsify_(model, dtype="int8", **dtype)  # type: ignore[arg-type]
+    for gone in ("keep_dense", "no_such"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{gone}'"):
+            macko.sparsify_(model, format="slide", **{gone: True})  # type: ignore[arg-type]
 
 
 def gains(rows: int, cols: int, gain: dict[str, float], pattern: str = "6:8") -> times.Line:
@@ -572,15 +604,6 @@ def test_choice_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times.times("GPU").slide_gain(INT8, 4, (5000, 120), 9000) == 1.5
     assert times.times("GPU").slide_gain(INT8, 3, small, 1) is None
     assert times.times("other").slide_gain(INT8, 4, small, 1) is None
-
-
-def test_range_of_tokens_where_the_pattern_pays() -> None:
-    everywhere = (0, 2**31 - 1)
-    assert choose.sparse_range(lambda m: 1.0, 2048) == everywhere
-    assert choose.sparse_range(lambda m: 0.9, 2048) == (1, 0)
-    assert choose.sparse_range(lambda m: 1.1 if m <= 64 else 0.9, 2048) == (0, 64)
-    assert choose.sparse_range(lambda m: 1.1 if m >= 512 else 0.9, 1) == (512, everywhere[1])
-    assert choose.sparse_range(lambda m: 1.1 if m <= 4 or 64 <= m <= 512 else 0.9, 100) == (64, 512)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -608,17 +631,12 @@ def test_sparse_and_dense_side_by_side(element: int, device: str) -> None:
     assert again.packed.label == both.label
 
 
-def test_both_weights_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_kernel_at_these_tokens_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     known(monkeypatch, gains(128, 256, {"16": 1.1, "4096": 0.9}))
-    w = weight(128, 256, 4, torch.float16)
-    on_gpu = FakeDevice(w)
-    for tokens, keep_dense, label in (
-        (4096, False, "slide dense int8"),
-        (8, False, "slide 6:8 int8"),
-        (4096, True, "slide 6:8 int8, dense over 256 tokens"),
-    ):
-        assert pack(on_gpu, Options("slide", tokens, "6:8", "int8", keep_dense)).label == label
+    on_gpu = FakeDevice(weight(128, 256, 4, torch.float16))
+    for tokens, label in ((4096, "slide dense int8"), (8, "slide 6:8 int8")):
+        assert pack(on_gpu, Options("slide 6:8", tokens, values="int8")).label == label
 
 
 @pytest.mark.parametrize("capability", [(8, 6), (8, 9), (9, 0), (12, 0)])
@@ -629,22 +647,21 @@ def test_nobody_measured_this_gpu(capability: tuple[int, int], monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     times.times.cache_clear()
 
-    def packed_as(n: int, pattern: str, keep_dense: bool = False) -> tuple[str, str]:
-        options, w = Options("slide", 2048, pattern, "int8", keep_dense), weight(128, 480, n, torch.float16)
+    def packed_as(n: int, pattern: str) -> tuple[str, str]:
+        options, w = Options(f"slide {pattern}", 2048, values="int8"), weight(128, 480, n, torch.float16)
         packed = pack(FakeDevice(w), options)
         return packed.label, choose.slide_note(FakeDevice(w), packed, options)
 
-    for keep_dense in (False, True):
-        assert packed_as(2, "2:4", keep_dense) == packed_as(2, "auto", keep_dense) == ("slide 2:4 int8", "")
-        for n, pattern in ((3, "4:6"), (4, "6:8"), (5, "8:10"), (8, "14:16")):
-            for asked in (pattern, "auto"):
-                label, note = packed_as(n, asked, keep_dense)
-                if capability == (9, 0):
-                    assert (label, note) == (f"slide {pattern} int8", "")
-                else:
-                    assert label == "slide dense int8"
-                    where = f"nobody measured {pattern} int8 on Some GPU, whose kernel is not tuned"
-                    assert note == f"{where}; `macko tune` measures it"
+    assert packed_as(2, "2:4") == packed_as(2, "auto") == ("slide 2:4 int8", "")
+    for n, pattern in ((3, "4:6"), (4, "6:8"), (5, "8:10"), (8, "14:16")):
+        for asked in (pattern, "auto"):
+            label, note = packed_as(n, asked)
+            if capability == (9, 0):
+                assert (label, note) == (f"slide {pattern} int8", "")
+            else:
+                assert label == "slide dense int8"
+                where = f"nobody measured {pattern} int8 on Some GPU, whose kernel is not tuned"
+                assert note == f"{where}; `macko tune` measures it"
     own = [gains(128, 480, {"1": 1.2}), gains(128, 480, {"1": 0.8}, "2:4")]
     times.write(times.cache_file("Some GPU"), "Some GPU", [], own, 0)
     times.times.cache_clear()
@@ -660,7 +677,7 @@ def test_report_says_why_a_pattern_is_held_dense(monkeypatch: pytest.MonkeyPatch
         model = torch.nn.Sequential(torch.nn.Linear(256, 192, bias=False)).half()
         with torch.no_grad():
             model[0].weight.copy_(weight(192, 256, 4, torch.float16))
-        (row,) = macko.sparsify_(model, format="slide", pattern="6:8", dtype=dtype)
+        (row,) = macko.sparsify_(model, format="slide 6:8", values=dtype or "exact")
         note = f"nobody measured 6:8 {dtype or 'float16'} on Some GPU, whose kernel is not tuned{advice}"
         if dtype:
             assert (row.format, row.note, row.reason) == ("slide dense int8", note, "")
@@ -700,7 +717,7 @@ def test_sharded_weight_is_left_dense_by_name() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(60, 16, bias=False), torch.nn.Linear(48, 16, bias=False)).half()
         for layer in model:
             layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
-        report = macko.sparsify_(model, format="slide", pattern="6:8", dtype="int8")
+        report = macko.sparsify_(model, format="slide 6:8", values="int8")
     finally:
         destroy_process_group()
     assert "group 2 of 6:8 (columns 16 to 23) straddles shards 0 and 1 of 3" in report.layers[0].reason

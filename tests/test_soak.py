@@ -1,4 +1,4 @@
-"""A few cycles of benchmarks/soak.py with a tiny model, and that it sees what it is for."""
+"""A few cycles of verify/soak.py with a tiny model, and that it sees what it is for."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import soak
+    from verify import soak
 
     monkeypatch.setattr(soak, "BATCHES", (1, 3))
 
 
 def test_cycles_give_the_same_tokens_and_no_memory_grows(tmp_path: Path) -> None:
-    from benchmarks import soak
+    from verify import soak
 
     line = soak.soak(tmp_path, "tiny", CPU, 0, 4, 0)
     assert line["cycles"] == 3
@@ -33,7 +33,7 @@ def test_cycles_give_the_same_tokens_and_no_memory_grows(tmp_path: Path) -> None
 
 
 def test_a_token_that_differs_and_memory_that_grows_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import soak
+    from verify import soak
 
     right, grown = soak.decode, iter(range(1, 100))
 
@@ -53,7 +53,7 @@ def test_a_token_that_differs_and_memory_that_grows_are_seen(tmp_path: Path, mon
 
 @pytest.mark.gpu
 def test_cycles_on_a_gpu(tmp_path: Path) -> None:
-    from benchmarks import soak
+    from verify import soak
 
     line = soak.soak(tmp_path, "tiny", torch.device("cuda", 0), 0, 8, 0)
     assert line["differ"] == {}
@@ -62,7 +62,7 @@ def test_cycles_on_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_what_the_allocator_did_not_cut_is_no_growth() -> None:
-    from benchmarks import soak
+    from verify import soak
 
     device, size = torch.device("cuda", 0), (21 << 20) + (1 << 19)  # its block is one of 22 MB
     before, _ = soak.held(device)

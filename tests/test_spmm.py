@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from macko.weights.formats import MackoWeight, PackedWeight, SellWeight
+from macko.weights import MackoWeight, PackedWeight, SellWeight
 from tests import layouts
 from tests.common import (
     HALVES,

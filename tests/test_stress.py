@@ -1,4 +1,4 @@
-"""A short run of tests/stress.py on this machine, and that it sees what it is for."""
+"""A short run of verify/stress.py on this machine, and that it sees what it is for."""
 
 import itertools
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from macko import FORMATS
-from tests import stress
 from tests.common import assert_same_bits
+from verify import stress
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from macko.choose import times
 from macko.cli import main
 from macko.measure import tune
 from macko.nn import convert
-from macko.weights.formats import (
+from macko.weights import (
     FORMATS,
     SLIDE_PATTERNS,
     BitmapWeight,
@@ -209,13 +209,30 @@ def test_a_damaged_table_is_left_out_by_name(own_tables: Path, text: str) -> Non
         assert not times.times(GPU).measured
 
 
+def test_codecs_of_an_older_file_are_found_among_the_patterns(own_tables: Path) -> None:
+    """And a file that is written anew has them in their own place, beside what it had."""
+    path, about = times.cache_file(GPU), {"rows": 4096, "cols": 4096, "gain": {"1": 1.25}}
+    path.write_text(slide_table(gain(4096, "2:4", 1.5), {"dtype": "bf16", "pattern": "sparse11", **about}))
+    for _ in range(2):  # as it was, and as it is written anew
+        known = times.times(GPU)
+        assert known.codec_gain("sparse11", (4096, 4096), 1) == 1.25
+        assert known.codec_gain("sparse8", (4096, 4096), 1) is None
+        assert known.slide.keys() == {("int8", "2:4")}
+        times.write(path, GPU, [], [], 0)
+    assert json.loads(path.read_text())["codecs"] == [{"codec": "sparse11", **about}]
+    path.write_text(path.read_text().replace('"1": 1.25', '"1": 0'))
+    with pytest.raises(ValueError, match="not a measurement"):
+        times.read(path)
+
+
 def test_shipped_tables_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     for path in times.SHIPPED.glob("*.json"):
         content = times.read(path)
         assert path.name == times.file_name(content["gpu"])
         assert all({"dense"} < {*entry["us"]} <= {"dense", *FORMATS} for entry in content["linear"])
-        assert {entry["pattern"] for entry in content["slide"]} <= {*SLIDE_PATTERNS, "sparse11"}
+        assert {entry["pattern"] for entry in content["slide"]} <= {*SLIDE_PATTERNS}
+        assert {entry["codec"] for entry in content["codecs"]} <= {"sparse11"}
         assert {entry["dtype"] for entry in content["slide"]} <= {"bf16", *times.SLIDE_DTYPES}
         assert json.loads(path.read_text())["version"] == times.VERSION
 

@@ -1,21 +1,16 @@
-"""How a weight is packed: Options say it, pack() does it, and chooses the layout where they leave that open."""
+"""Which format and which layout a weight is packed in where its Options leave that open, by measured times."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import _library
-from ..weights import codes
-from ..weights.formats import (
+from ..weights import (
     FORMATS,
-    SLIDE_ELEMENTS,
-    SLIDE_PATTERNS,
     BitmapWeight,
     ByteWeight,
     Dense8Weight,
@@ -28,32 +23,24 @@ from ..weights.formats import (
     Sparse8Weight,
     Sparse11Weight,
     TileWeight,
-    format_named,
-    sparsest_pattern,
+    codes,
 )
-from .times import SLIDE_DTYPES, times, times_of
+from .options import AUTO, Options
+from .slide import pack_slide, slides
+from .times import times_of
 
 _Kind = TypeVar("_Kind", bound=PackedWeight)
 
-#: Formats that leave the layout of each weight to be chosen.
-CHOICES = ("auto", "smallest", "mixed")
-#: How "auto" may hold values: in fewer bits, every one of them exactly; as they are; or rounded to 8 bits.
-VALUES = ("exact", "raw", *codes.KINDS)
-#: Tokens that slide's kernels are chosen for where nobody says how many there will be: a prompt's.
-SLIDE_TOKENS = 2048
-#: The range of all numbers of tokens.
-EVERYWHERE = (0, 2**31 - 1)
 #: Where no table knows it: from this density up a CPU multiplies from a bitmap, below it from the canonical deltas.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
 #: Shared memory that the sell kernel wants besides x, in bytes: its stages, partial sums, zeros after x.
 SELL_SHARED_BYTES = 64 * 1024
-#: A weight is taken to be pruned to a pattern if it has this share of the non-zeros that the pattern allows.
-PATTERN_FILLED = 0.9
 #: Sell is taken up to so many times the least time: only its products can have norms and gates in them (macko.fuse).
 #: That saves launches of a microsecond or two.
 SELL_WITHIN = 1.05
-#: Elements whose bits are counted at a time: of each torch makes some 20 bytes meanwhile.
-COUNTED = 1 << 19
+#: Times of tile on a GPU without wgmma over those of a GPU with it, scaled by memory: 1.79 and 1.57 times F.linear at one
+#: token, of an H100 with and without (geometric means of five shapes, 2026-11-27).
+RINGS_TAKE = 1.15
 #: A report says where a layer is slower than dense by more than times vary.
 WORTH_SAYING = 0.95
 #: Weights of a layer from which on it gains as dense12: below, a product's fixed costs outweigh the bytes.
@@ -68,93 +55,6 @@ SPARSE11_DENSITY, SPARSE11_LISTED, SPARSE11_GAIN = 0.4, 0.002, 0.98
 #: columns to whole blocks. (On an H200 sell holds 2048 x 2048 at density 0.5 in more than 1.05 times, and is worth it.)
 #: Of fewer rows than the 64 of a tile only the first counts: most of a block may be filling.
 LAYOUT_BYTES, LAYOUT_SHARE, FEW_ROWS = 1.05, 0.75, 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How weights are packed: the arguments of sparsify_ of these names.
-
-    Attributes:
-        format: a name in FORMATS or CHOICES.
-        tokens: given to a layer at a time, if the caller knows. "auto" chooses by it, and a report's times are of so
-            many, or of one. On a GPU of compute capability 9.0 the choice is tile, whose time hardly grows with them,
-            unless the caller says 1: then it is what is fastest for one, sell in most cases, with which a prompt takes
-            longer. On other GPUs it is tile from 2 on. By it "slide" and "mixed" take a pattern's kernel or the dense
-            one; default: 2048.
-        pattern: of formats "slide" and "mixed", as dtype and keep_dense: "2:4" to "14:16", or "auto" for the sparsest
-            that a weight fits. With "slide" a layer that does not fit stays dense.
-        dtype: "int8", "fp8", or None for the weight's.
-        values: of "auto": "exact" may hold values in fewer bits, each of them exactly (sparse11, in place of tile where
-            that is no slower at these tokens, or nobody measured); "raw" holds them as they are; "fp8" and "int8" round
-            them to 8 bits with a scale a row: sparse8, or dense8 where that is smaller. Of formats "dense8" and
-            "sparse8": "fp8", which is their default, or "int8".
-        keep_dense: a layer holds one weight, for the kernel that was picked; with this the dense one too where the
-            pattern's kernel is faster for a range of tokens only: the report says which range.
-
-    Raises:
-        ValueError: there is no such format, pattern, dtype or values, tokens is no number from 1, or the format has no
-            pattern, or says itself how it holds values.
-    """
-
-    format: str = "auto"
-    tokens: int | None = None
-    pattern: str = "auto"
-    dtype: str | None = None
-    keep_dense: bool = False
-    values: str = "exact"
-
-    def __post_init__(self) -> None:
-        if self.format not in CHOICES:
-            format_named(self.format, *CHOICES)
-        if not self.may_slide and (self.pattern, self.dtype, self.keep_dense) != ("auto", None, False):
-            only = 'pattern, dtype and keep_dense are of formats "slide" and "mixed"'
-            raise ValueError(f"{only}, the format is {self.format!r}")
-        if self.pattern != "auto" and self.pattern not in SLIDE_PATTERNS:
-            raise ValueError(f"pattern is {self.pattern!r}, expected one of auto, {', '.join(SLIDE_PATTERNS)}")
-        if self.dtype is not None and self.dtype not in SLIDE_DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(SLIDE_DTYPES)} or None")
-        if self.values not in VALUES:
-            raise ValueError(f"values is {self.values!r}, expected one of {', '.join(VALUES)}")
-        of_bytes = self.in_bytes and self.format in (Dense8Weight.format, Sparse8Weight.format)
-        if self.values != "exact" and self.format not in ("auto", "mixed") and not of_bytes:
-            raise ValueError(f'values is of formats "auto" and "mixed", the format is {self.format!r}')
-        if self.in_bytes and self.format == "mixed":
-            raise ValueError(f'values={self.values!r} is of format "auto"; slide\'s 8 bits are dtype={self.values!r}')
-        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
-            raise ValueError(f"tokens is {self.tokens!r}, expected a number from 1")
-
-    @property
-    def may_slide(self) -> bool:
-        """Whether weights of a pattern are packed for its kernel, which is chosen for `slide_tokens`."""
-        return self.format in (SlideWeight.format, "mixed")
-
-    @property
-    def in_bytes(self) -> bool:
-        """Whether values are rounded to 8 bits, by who asks for that."""
-        return self.values in codes.KINDS
-
-    @property
-    def slide_tokens(self) -> int:
-        return self.tokens or SLIDE_TOKENS
-
-    @property
-    def layout_tokens(self) -> int | None:
-        """Tokens that layouts of any mask are chosen for, if known; `tokens` may be said of slide's kernels."""
-        return None if self.may_slide else self.tokens
-
-    def not_on(self, device: torch.device) -> str:
-        """Why the format does not run on a device; nothing where it does, or one is chosen that does."""
-        types = FORMATS[self.format].device_types if self.format in FORMATS else PackedWeight.device_types
-        return "" if device.type in types else f"{self.format} runs on {' and '.join(types)} only"
-
-    @property
-    def again(self) -> Options | None:
-        """What chooses again where a weight that was packed so moves to another kind of device, if anything."""
-        return Options(tokens=self.layout_tokens, values=self.values) if self.format in ("auto", "mixed") else None
-
-
-#: What is chosen by where nobody says anything.
-AUTO = Options()
 
 
 def pack(w: Tensor | MackoWeight, options: Options) -> PackedWeight:
@@ -177,8 +77,8 @@ def pack(w: Tensor | MackoWeight, options: Options) -> PackedWeight:
     if options.format == "smallest":
         return _smallest(dense)
     if kind is SlideWeight:
-        return _slide(dense, options)
-    if slides(dense, options) and (packed := _slide(dense, options)).nbytes < dense.nbytes:
+        return pack_slide(dense, options)
+    if slides(dense, options) and (packed := pack_slide(dense, options)).nbytes < dense.nbytes:
         return packed  # else its tiles fill up a small weight
     return pack(w, options.again or AUTO)
 
@@ -223,7 +123,7 @@ def sparse11_of(weight: MackoWeight) -> Sparse11Weight | None:
 
 def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
     """The weight in sparse11, if that is what auto may take in place of tile."""
-    if options.values != "exact" or not _runs_wgmma(weight.device):
+    if options.values != "exact" or not gains_by_slabs(weight.device):
         return None
     gain = sparse11_gain((weight.rows, weight.cols), weight.device, options.layout_tokens or 1)
     return sparse11_of(weight) if (gain or 1) >= SPARSE11_GAIN else None
@@ -231,47 +131,7 @@ def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
 
 def sparse11_gain(shape: Sequence[int], device: torch.device, tokens: int) -> float | None:
     """Time of tile over that of sparse11 on this GPU; None where nobody measured."""
-    return times_of(device).sparse11_gain(shape, tokens)
-
-
-def bit_counts(weight: Tensor) -> Tensor:
-    """[65536]: how many elements of 16 bits have each pattern of bits. Those of a matrix' parts add up."""
-    counts = torch.zeros(1 << 16, dtype=torch.int64, device=weight.device)
-    for bits in weight.detach().contiguous().view(torch.int16).flatten().split(COUNTED):
-        counts += (bits.int() & 0xFFFF).bincount(minlength=1 << 16)
-    return counts
-
-
-def have_codes(counts: Tensor, dtype: torch.dtype, signed: bool) -> Tensor:
-    """[65536], bool: which patterns of bits have a code in the table of the matrix that counts (bit_counts) are of.
-
-    Args:
-        dtype: bfloat16, or float16, of which only what was bfloat16 has a code.
-        signed: as sparse11, a table of seven signs and upper exponent bits; zeros have no code. Else as dense12: of
-            seven upper exponent bits beside those of zeros.
-    """
-    bits = torch.arange(1 << 16, device=counts.device)
-    coded = bits & 7 == 0 if dtype == torch.float16 else torch.ones_like(bits, dtype=torch.bool)
-    high = bits >> 11 if dtype == torch.float16 else bits >> 8
-    if signed:
-        coded &= bits & 0x7FFF != 0
-    else:
-        high &= 0xF if dtype == torch.float16 else 0x7F
-    by_high = torch.zeros(256, dtype=torch.int64, device=counts.device).index_add_(0, high, counts * coded)
-    table = by_high[1:].sort(descending=True, stable=True).indices[:7] + 1
-    return coded & torch.isin(high, table if signed else torch.cat([table, table.new_zeros(1)]))
-
-
-def outside_table(weight: Tensor, signed: bool) -> tuple[int, int]:
-    """How many elements have no code (have_codes), and of how many: signed, of those that are not zero."""
-    return lacking(bit_counts(weight), weight.dtype, signed)
-
-
-def lacking(counts: Tensor, dtype: torch.dtype, signed: bool) -> tuple[int, int]:
-    """outside_table of the matrix that bit_counts are of."""
-    zeros = int(counts[0] + counts[0x8000])
-    count = int(counts.sum()) - (zeros if signed else 0)
-    return count - int(counts[have_codes(counts, dtype, signed)].sum()), count
+    return times_of(device).codec_gain(Sparse11Weight.format, shape, tokens)
 
 
 def too_many_listed(packed: Sparse11Weight) -> bool:
@@ -315,7 +175,7 @@ def _held(kind: type[_Kind], weight: MackoWeight) -> _Kind | None:
 def expected_us(
     rows: int, cols: int, density: float, dtype: torch.dtype, device: torch.device, tokens: int | None = None
 ) -> dict[str, float]:
-    """Microseconds of a layer by format, "dense" among them (macko.times): of the formats that hold it on that device.
+    """Microseconds of a layer by format, "dense" among them (choose.times): of the formats that hold it on that device.
 
     By default of one token.
 
@@ -328,8 +188,10 @@ def expected_us(
     us = known.us(rows, cols, density, dtype, tokens or 1)
     if device.type == "cuda" and not _sell_runs(cols, device):
         us.pop(SellWeight.format, None)
-    if device.type == "cuda" and not known.measured and not _runs_wgmma(device):
-        us.pop(TileWeight.format, None)  # the lines of another GPU are of another kernel
+    if device.type == "cuda" and not known.measured and TileWeight.format in us and not runs_wgmma(device):
+        us[TileWeight.format] *= RINGS_TAKE  # the lines of another GPU are of another kernel
+        if not gains_by_slabs(device):
+            del us[TileWeight.format]
     return us
 
 
@@ -353,7 +215,7 @@ def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]
     On a GPU, but for one token, that is tile, whose time hardly grows with the tokens (docs/performance.md). Where its
     kernel is another one, which was not measured, only for several.
     """
-    if weight.device.type == "cuda" and tokens != 1 and (tokens or _runs_wgmma(weight.device)):
+    if weight.device.type == "cuda" and tokens != 1 and (tokens or gains_by_slabs(weight.device)):
         return TileWeight
     us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device, tokens)
     us.pop("dense", None)
@@ -371,8 +233,8 @@ def not_dense12(weight: Tensor, device: torch.device) -> str:
     """Why a dense weight would not gain on this device as dense12, or nothing."""
     if weight.dtype not in Dense12Weight.dtypes:
         return f"dense12 is for bfloat16 and float16, it is {str(weight.dtype).removeprefix('torch.')}"
-    if device.type != "cuda" or not _runs_wgmma(device):
-        return f"dense12 gains on a GPU of compute capability 9.0 only, it is on {device}"
+    if device.type != "cuda" or not gains_by_slabs(device):
+        return f"dense12 gains on GPUs of compute capability 8, 9 and 12, it is on {device}"
     if weight.numel() < DENSE12_WEIGHTS:
         return f"under {DENSE12_WEIGHTS} weights dense12 would not pay"
     return ""
@@ -385,96 +247,27 @@ def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
     return [kind for kind in kinds if kind is not SellWeight or _sell_runs(weight.cols, weight.device)]
 
 
-def _runs_wgmma(device: torch.device) -> bool:
+def runs_wgmma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def gains_by_slabs(device: torch.device) -> bool:
+    """Whether a GPU multiplies tile, sparse11 and dense12 faster than the library the dense matrix.
+
+    9.0 by kernels of its own, others from 8.0 on by one for all of them: measured on an H100 without the others, else by
+    count (docs/kernels.md). Not 10.0, whose memory brings more bytes than that kernel has clocks for.
+    """
+    major = torch.cuda.get_device_capability(device)[0]
+    return major >= 8 and major != 10
+
+
+def multiplies_codes(device: torch.device, tokens: int) -> bool:
+    """Whether a product of so many tokens is one with codes, not with rows that were rounded before it."""
+    major = torch.cuda.get_device_capability(device)[0]
+    return major == 9 or tokens <= (192 if major == 10 else 512)
 
 
 def _sell_runs(cols: int, device: torch.device) -> bool:
     """Whether sell's kernel has room for x in shared memory, and its base columns of 16 bits reach."""
     shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     return cols < 2**16 and 2 * cols + SELL_SHARED_BYTES <= shared
-
-
-# slide: the pattern's kernel, or the dense one on the same weight, by measured times.
-
-
-def meant_pattern(w: Tensor) -> int:
-    """n where w [rows, cols] was pruned to the pattern (2n-2):2n; 0 where it was not.
-
-    A mask that holds a pattern by chance has far fewer non-zeros than the pattern allows: 14:16 of 70 % zeros.
-    """
-    n = sparsest_pattern(w)
-    return n if n and int(w.count_nonzero()) >= PATTERN_FILLED * w.numel() * (2 * n - 2) / (2 * n) else 0
-
-
-def slide_gain(w: Tensor, n: int, dtype: torch.dtype, tokens: int) -> float | None:
-    """Dense time over that of pattern n for w's shape on its GPU; None where nobody measured."""
-    return times(torch.cuda.get_device_name(w.device)).slide_gain(dtype, n, w.shape, tokens)
-
-
-def slide_layout(w: Tensor, n: int, dtype: torch.dtype, tokens: int) -> int:
-    """n where the pattern's kernel is the faster one for these tokens, or should be; 0, dense, elsewhere.
-
-    Where nobody measured, a GPU of compute capability 9.0 takes the pattern. Any other has the kernel that is not tuned
-    (docs/slide.md): there 2:4 is taken, which reads the fewest bytes, and of wider patterns the dense weight.
-    """
-    if not n or w.device.type != "cuda":
-        return n
-    gain = slide_gain(w, n, dtype, tokens)
-    if gain is None:
-        return n if n == 2 or torch.cuda.get_device_capability(w.device) == (9, 0) else 0
-    return n if gain >= 1 else 0
-
-
-def slide_note(w: Tensor, packed: PackedWeight, options: Options) -> str:
-    """Why slide holds w as dense; empty where it does not."""
-    if not isinstance(packed, SlideWeight) or packed.n:
-        return ""
-    n = _pattern_of(w, options)
-    if not n:
-        return "it fits no pattern"
-    pattern, dtype = f"{2 * n - 2}:{2 * n}", SLIDE_ELEMENTS[packed.element]
-    gain = slide_gain(w, n, dtype, options.slide_tokens)
-    if gain is None:
-        advice = "; `macko tune` measures it" if dtype in SLIDE_DTYPES.values() else ""
-        gpu, name = torch.cuda.get_device_name(w.device), str(dtype).removeprefix("torch.")
-        return f"nobody measured {pattern} {name} on {gpu}, whose kernel is not tuned{advice}"
-    return f"{pattern} would take {1 / gain:.2f} of dense's time at {options.slide_tokens} tokens"
-
-
-def sparse_range(gain: Callable[[int], float | None], tokens: int) -> tuple[int, int]:
-    """The range of tokens around `tokens` in which the gain is at least 1, or the one nearest to it; (1, 0): none."""
-    tried = sorted({round(2 ** (i / 4)) for i in range(4 * 15)} | {max(1, tokens)})
-    pays = [gains is None or gains >= 1 for gains in map(gain, tried)]
-    runs = [[i for i, _ in run] for good, run in groupby(enumerate(pays), key=lambda pair: pair[1]) if good]
-    if not runs:
-        return 1, 0
-    here = tried.index(max(1, tokens))
-    run = min(runs, key=lambda run: max(run[0] - here, here - run[-1], 0))
-    first, last = tried[run[0]], tried[run[-1]]
-    return (0 if first == tried[0] else first, EVERYWHERE[1] if last == tried[-1] else last)
-
-
-def _pattern_of(w: Tensor, options: Options) -> int:
-    return sparsest_pattern(w) if options.pattern == "auto" else SLIDE_PATTERNS[options.pattern]
-
-
-def slides(w: Tensor, options: Options) -> bool:
-    """Whether "mixed" packs w for the kernel of a pattern: w was pruned to it, and the kernel is there and faster."""
-    element = SLIDE_DTYPES[options.dtype] if options.dtype else w.dtype
-    n = meant_pattern(w) if SlideWeight.runs(w.device, element) else 0
-    return n > 0 and slide_layout(w, n, element, options.slide_tokens) == n
-
-
-def _slide(w: Tensor, options: Options) -> SlideWeight:
-    """w packed for slide's kernels; ValueError where it does not fit the pattern, whichever of them is the faster."""
-    element = SLIDE_ELEMENTS.index(SLIDE_DTYPES[options.dtype]) if options.dtype else -1
-    n = _pattern_of(w, options)
-    packed = SlideWeight.from_dense(w, n, element)
-    dtype = SLIDE_ELEMENTS[packed.element]
-    if options.keep_dense and n and w.device.type == "cuda":
-        first, last = sparse_range(lambda tokens: slide_gain(w, n, dtype, tokens), options.slide_tokens)
-        if last and (first, last) != EVERYWHERE:
-            return SlideWeight.from_dense(w, n, element, sparse_from=first, sparse_to=last)
-    layout = slide_layout(w, n, dtype, options.slide_tokens)
-    return packed if layout == n else SlideWeight.from_dense(w, layout, element)

@@ -5,12 +5,15 @@ by `macko tune` or macko.autotune, and counts first. A CPU's is that of its vect
 
     {"version": 2, "gpu": "NVIDIA H200", "bandwidth_gbps": 4814, "slide": [
         {"rows": 3584, "cols": 18944, "dtype": "int8", "pattern": "2:4", "gain": {"1": 1.37, "2048": 1.46}}
+    ], "codecs": [
+        {"rows": 4096, "cols": 4096, "codec": "sparse11", "gain": {"1": 1.06, "64": 1.22}}
     ], "linear": [
         {"rows": 4096, "cols": 4096, "density": 0.5, "dtype": "float16", "tokens": 1, "us": {"dense": 12.6, "sell": 8}}
     ]}
 
-"slide" is of slide's kernels: dense time over the pattern's, by tokens; its pattern "sparse11" is tile's time over
-sparse11's, of weights with half zeros. Each line of "linear" has "dense". The model of a format is a + b * bytes,
+"slide" is of slide's kernels: dense time over the pattern's, by tokens. "codecs" is of codecs that stand for tile where
+they hold a weight: tile's time over theirs, of weights with half zeros; a file without it has them under "slide", as
+patterns. Each line of "linear" has "dense". The model of a format is a + b * bytes,
 fitted to the lines of the GPU; for a number of tokens without lines of the GPU to those of the shipped table whose
 memory is as fast most nearly, by the bandwidths' ratio.
 """
@@ -40,7 +43,7 @@ NEAR = 0.05
 #: What the names of CPUs' tables begin with; their vector path follows.
 CPU = "cpu "
 #: What is chosen by its times: formats that hold every bit of every weight. Other names in a table are of no account:
-#: sparse11 stands for tile where it holds a weight (sparse11_gain), and 8 bits round.
+#: sparse11 stands for tile where it holds a weight (codec_gain), and 8 bits round.
 TIMED = ("dense", "macko", "bitmap", "sell", "tile", "ec")
 #: Widths of gaps that a format chooses from; others are taken to be as small as sell.
 GAP_BITS = {"macko": (2, 4, 8), "ec": (2, 4, 8)}
@@ -61,6 +64,7 @@ class Times:
         lines: as in the file; of lines with the same problem the last one counts.
         measured: whether the lines are of this GPU.
         slide: lines of slide's kernels on this GPU by dtype and pattern.
+        codecs: lines of codecs that stand for tile on this GPU, by name.
         elsewhere: of another GPU, for numbers of tokens that no line has.
     """
 
@@ -70,6 +74,7 @@ class Times:
     measured: bool
     slide: Mapping[tuple[str, str], Sequence[Line]] = dataclasses.field(default_factory=dict)
     elsewhere: Times | None = None
+    codecs: Mapping[str, Sequence[Line]] = dataclasses.field(default_factory=dict)
 
     @property
     def counts(self) -> list[int]:
@@ -119,22 +124,24 @@ class Times:
         None where nobody measured.
         """
         name = next((name for name, known in SLIDE_DTYPES.items() if known == dtype), "bf16")
-        return self._gain((name, f"{2 * n - 2}:{2 * n}"), shape, tokens)
+        return _gain(self.slide.get((name, f"{2 * n - 2}:{2 * n}"), ()), shape, tokens)
 
-    def sparse11_gain(self, shape: Sequence[int], tokens: int) -> float | None:
-        """Time of tile over that of sparse11, as slide_gain has it."""
-        return self._gain(("bf16", "sparse11"), shape, tokens)
+    def codec_gain(self, codec: str, shape: Sequence[int], tokens: int) -> float | None:
+        """Time of tile over that of a codec that stands for it, as slide_gain has it."""
+        return _gain(self.codecs.get(codec, ()), shape, tokens)
 
-    def _gain(self, kind: tuple[str, str], shape: Sequence[int], tokens: int) -> float | None:
-        if not (lines := self.slide.get(kind)):
-            return None
 
-        def distance(line: Line) -> float:
-            return sum(abs(math.log(line[of] / max(1, size))) for of, size in zip(("rows", "cols"), shape, strict=True))
+def _gain(lines: Sequence[Line], shape: Sequence[int], tokens: int) -> float | None:
+    """The gain of the line whose shape is nearest, between its numbers of tokens; None where there is no line."""
+    if not lines:
+        return None
 
-        tokens_and_gain = sorted((int(count), gain) for count, gain in min(lines, key=distance)["gain"].items())
-        counts, gains = zip(*tokens_and_gain, strict=True)
-        return float(np.interp(math.log(max(1, tokens)), np.log(counts), gains))
+    def distance(line: Line) -> float:
+        return sum(abs(math.log(line[of] / max(1, size))) for of, size in zip(("rows", "cols"), shape, strict=True))
+
+    tokens_and_gain = sorted((int(count), gain) for count, gain in min(lines, key=distance)["gain"].items())
+    counts, gains = zip(*tokens_and_gain, strict=True)
+    return float(np.interp(math.log(max(1, tokens)), np.log(counts), gains))
 
 
 def packed_share(density: float, value_bits: float = 16, gap_bits: Iterable[int] = (4,)) -> float:
@@ -219,9 +226,20 @@ def read(path: Path) -> dict[str, Any]:
         for line in table["slide"]:
             good = isinstance(line["dtype"], str) and isinstance(line["pattern"], str)
             _check(line, ("rows", "cols"), good and all(int(tokens) > 0 for tokens in line["gain"]), line["gain"])
-        return {**table, "bandwidth_gbps": table.get("bandwidth_gbps", 0)}
+        by_pattern = [line for line in table["slide"] if ":" in line["pattern"]]
+        codecs = [_codec_line(line) for line in table["slide"] if ":" not in line["pattern"]]
+        for line in table.get("codecs", []):
+            good = isinstance(line["codec"], str) and all(int(tokens) > 0 for tokens in line["gain"])
+            _check(line, ("rows", "cols"), good, line["gain"])
+            codecs.append(line)
+        return {**table, "slide": by_pattern, "codecs": codecs, "bandwidth_gbps": table.get("bandwidth_gbps", 0)}
     except (AttributeError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a table of macko tune: {error}") from None
+
+
+def _codec_line(line: Line) -> Line:
+    """A line of "codecs" from one of "slide", where they were before."""
+    return {"rows": line["rows"], "cols": line["cols"], "codec": line["pattern"], "gain": line["gain"]}
 
 
 def _check(line: Line, sizes: Iterable[str], good: bool, measured: dict[str, float]) -> None:
@@ -256,13 +274,15 @@ def times(gpu: str, bandwidth: float | None = None) -> Times:
     if own := own_table(gpu):
         tables.append(own)
     slide: dict[tuple[str, str], list[Line]] = {}
-    for table in tables:  # of a pattern that the user has timed, only the user's lines count
+    codecs: dict[str, list[Line]] = {}
+    for table in tables:  # of a pattern or codec that the user has timed, only the user's lines count
         slide |= {kind: list(lines) for kind, lines in groupby(sorted(table["slide"], key=slide_kind), slide_kind)}
+        codecs |= {kind: list(lines) for kind, lines in groupby(sorted(table["codecs"], key=codec_kind), codec_kind)}
     lines = _latest(line for table in tables for line in table["linear"])
     elsewhere = None if is_cpu(gpu) else _elsewhere(gpu, bandwidth, any(line["tokens"] == 1 for line in lines))
     if elsewhere and not lines:
-        return dataclasses.replace(elsewhere, slide=slide)
-    return Times(gpu, 1.0, tuple(lines), bool(lines), slide, elsewhere)
+        return dataclasses.replace(elsewhere, slide=slide, codecs=codecs)
+    return Times(gpu, 1.0, tuple(lines), bool(lines), slide, elsewhere, codecs)
 
 
 def _elsewhere(gpu: str, bandwidth: float | None, measured: bool) -> Times | None:
@@ -289,6 +309,11 @@ def slide_kind(line: Line) -> tuple[str, str]:
     return line["dtype"], line["pattern"]
 
 
+def codec_kind(line: Line) -> str:
+    """What lines of "codecs" are grouped by."""
+    return line["codec"]
+
+
 def times_of(device: torch.device | int | None = None) -> Times:
     """What is known of the GPU that this is, or of CPUs with this one's vector path."""
     return times(gpu_name(device), bandwidth_gbps(device))
@@ -310,7 +335,7 @@ def write(path: Path, gpu: str, lines: Iterable[Line], slide: Iterable[Line], ba
         ValueError: another file of this name is no table.
     """
     held = own_table(gpu) if path == cache_file(gpu) else read(path) if path.exists() else None
-    before = held or {"linear": [], "slide": []}
+    before = held or {"linear": [], "codecs": [], "slide": []}
     by_shape = {(*slide_kind(line), line["rows"], line["cols"]): line for line in (*before["slide"], *slide)}
     table: dict[str, Any] = {
         "version": VERSION,
@@ -318,6 +343,7 @@ def write(path: Path, gpu: str, lines: Iterable[Line], slide: Iterable[Line], ba
         "bandwidth_gbps": bandwidth,
         "torch": torch.__version__,
         "slide": list(by_shape.values()),
+        "codecs": before["codecs"],
         "linear": _latest([*before["linear"], *lines]),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -326,8 +352,9 @@ def write(path: Path, gpu: str, lines: Iterable[Line], slide: Iterable[Line], ba
 
 def save(path: Path, table: Mapping[str, Any]) -> None:
     """Writes a table to its file, a line for each measurement, whole or not at all."""
-    parts = [json.dumps({name: value for name, value in table.items() if name not in ("slide", "linear")})[1:-1]]
-    for name in ("slide", "linear"):
+    several = ("slide", "codecs", "linear")
+    parts = [json.dumps({name: value for name, value in table.items() if name not in several})[1:-1]]
+    for name in several:
         lines = ",\n".join(map(json.dumps, table[name]))
         parts.append(f'"{name}": [\n{lines}\n]' if lines else f'"{name}": []')
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")

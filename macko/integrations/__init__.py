@@ -8,17 +8,21 @@ import importlib.abc
 import importlib.machinery
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-#: Importing the key is what makes the value's registrations possible, and due.
+#: Importing the key is what makes the value's registrations possible, and due; what does not work without them.
 _DUE = {
-    "transformers.quantizers.auto": "macko.integrations.transformers",
-    "transformers.modeling_utils": "macko.integrations.saving",
-    "accelerate.utils.modeling": "macko.integrations.accelerate",
-    "peft.utils.other": "macko.integrations.peft",
-    "sentence_transformers.base.modules.module": "macko.integrations.sentence_transformers",
+    "transformers.quantizers.auto": ("macko.integrations.transformers", "MackoConfig, and loading packed folders"),
+    "transformers.modeling_utils": ("macko.integrations.saving", "save_pretrained of models with sparse layers"),
+    "accelerate.utils.modeling": ("macko.integrations.accelerate", "a device_map for a model with sparse layers"),
+    "peft.utils.other": ("macko.integrations.peft", "training sparse layers that modules_to_save names"),
+    **dict.fromkeys(
+        ("sentence_transformers.base.modules.module", "sentence_transformers.models.Module"),  # before 5.4
+        ("macko.integrations.sentence_transformers", "loading packed modules of its own, as Dense"),
+    ),
 }
 
 
@@ -41,10 +45,36 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 def _register(name: str) -> None:
-    if name.startswith("accelerate.") or _is_supported(
-        str(getattr(sys.modules.get("transformers"), "__version__", "0"))
-    ):
-        importlib.import_module(_DUE[name])
+    """Registers what is due; where the library is not as macko knows it, says so and lets it be imported."""
+    library = name.partition(".")[0]
+    integration, lost = _DUE[name]
+    try:
+        if library == "accelerate" or _is_supported(getattr(sys.modules.get("transformers"), "__version__", "0")):
+            importlib.import_module(integration)
+    except Exception as error:
+        version = getattr(sys.modules[library], "__version__", "(unknown version)")
+        reason = f"macko does not work with {library} {version}, which has not what it needs ({error})"
+        warnings.warn(f"{reason}. What will not work: {lost}", stacklevel=2)
+        if name == "transformers.modeling_utils":
+            _refuse_to_save(sys.modules[name], reason)
+
+
+def _refuse_to_save(module: Any, reason: str) -> None:
+    """An error in the place of a save_pretrained that would join or rename packed tensors as if they were dense."""
+
+    def around(save: Any) -> Any:
+        def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+            from ..linear import SparseLinear
+
+            adapters_alone = getattr(self, "_hf_peft_config_loaded", False)
+            if not adapters_alone and any(isinstance(layer, SparseLinear) for layer in self.modules()):
+                raise ValueError(f"save_pretrained: the model has sparse layers, and {reason}: use macko.save_model")
+            return save(self, *args, **kwargs)
+
+        return save_pretrained
+
+    if hasattr(module, "PreTrainedModel"):
+        wrap(module.PreTrainedModel, "save_pretrained", around)
 
 
 def wrap(owner: Any, name: str, around: Callable[[Any], Any]) -> None:

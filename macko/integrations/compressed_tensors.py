@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..files import VERSION, Checkpoint, open_tensors
-from ..weights.formats import ByteWeight, Dense8Weight, Sparse8Weight, described
+from ..weights import ByteWeight, Dense8Weight, Sparse8Weight
 
 FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 _KEYS = ("shape", "bitmask", "compressed", "row_offsets")
@@ -149,7 +149,7 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
                 has_scale = f"{name}.weight_scale" in file
                 if has_scale and last in _CODES:
                     saved = quantised(file, name, dtype).to_saved()
-                    layers[name] = described(type(saved), saved.sizes())
+                    layers[name] = saved.about()
                     tensors |= {f"{name}.{field}": tensor for field, tensor in saved.tensors().items()}
                     tensors[f"{name}.weight"] = torch.empty(0, saved.cols, dtype=dtype)  # see macko.integrations.saving
                 elif not has_scale or last not in _OTHERS:

@@ -17,11 +17,11 @@ from . import wrap
 
 
 def _with_dense_copies(update: Any) -> Any:
-    def dense_update(self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> Any:
+    def dense_update(self: Any, adapter_name: str, **kwargs: Any) -> Any:
         packed = any(isinstance(module, SparseLinear) for module in self.original_module.modules())
-        if packed and not tied_module and adapter_name not in self.modules_to_save:
+        if packed and not kwargs.get("tied_module") and adapter_name not in self.modules_to_save:
             self.modules_to_save[adapter_name] = _dense(copy.deepcopy(self.original_module))
-        return update(self, adapter_name, tied_module=tied_module, **kwargs)
+        return update(self, adapter_name, **kwargs)
 
     return dense_update
 

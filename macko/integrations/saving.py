@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from transformers import modeling_utils
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_converters, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import PreTrainedModel
 
 from ..files import join, packed_state, quant_method
-from ..nn.layers import format_bytes
 from ..nn.linear import SparseLinear
-from ..weights.formats import saved_as, takes_any_weight
+from ..nn.report import format_bytes
+from ..weights import saved_as, takes_any_weight
 from . import tensor_parallel, wrap
 from .transformers import IGNORES_SIZES, MackoConfig
 
@@ -222,7 +222,7 @@ def _own_names(model: Any, state: dict[str, Tensor]) -> set[str] | None:
     joining = [entry for entry in backwards if isinstance(entry, WeightConverter)]
     groups: dict[str, list[str]] = {}
     for key in state if joining else ():
-        name, pattern = apply_converters(key, joining)
+        name, pattern = rename_source_key(key, [], joining)
         if pattern is not None:
             groups.setdefault(name, []).append(key)
     packed = {name for name, module in model.named_modules() if isinstance(module, SparseLinear)}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from sentence_transformers.base.modules.module import Module
-
 from ..files import Checkpoint, make_room
 from . import wrap
+
+try:
+    from sentence_transformers.base.modules.module import Module
+except ImportError:  # before 5.4
+    from sentence_transformers.models.Module import Module  # type: ignore[no-redef]
 
 
 def _into_sparse_layers(load: Any) -> Any:

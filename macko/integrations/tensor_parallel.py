@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..nn.linear import SparseLinear
-from ..weights.shards import gathered, sliced
+from ..weights.shards import gathered
 
 
 def check(model: Any) -> None:
@@ -91,7 +91,7 @@ def cut(model: Any, name: str, layer: SparseLinear) -> None:
     size = whole.shape[dim]
     width = -(-size // mesh.size())  # as torch.chunk and DTensor cut
     start = min(mesh.get_local_rank() * width, size)
-    layer._hold(sliced(whole, dim, start, min(start + width, size)))
+    layer._hold(whole.cut(dim, start, min(start + width, size)))
     layer._hf_quantized_needs_local_tp = True
 
 

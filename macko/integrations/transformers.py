@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import json
 import os
 import re
@@ -16,20 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..choose.auto import Options
+from ..choose.options import Options
+from ..choose.patterns import countable
 from ..choose.times import packed_share
-from ..files import VERSION, Checkpoint, check_about, check_whole, join, open_tensors
-from ..nn.convert import CONVERTED, MIN_SPARSITY, check_min_sparsity, convert_weight, warn_if_unchanged
-from ..nn.layers import FoundLinear, LayerReport, Report, countable, find_linears, unpackable
+from ..files import Checkpoint, check_whole, join, open_tensors
+from ..nn.convert import CONVERTED, convert_weight, warn_if_unchanged
+from ..nn.find import FoundLinear, find_linears, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
-from ..weights.formats import FORMATS, saved_as
+from ..nn.report import LayerReport, Report
+from ..weights import FORMATS, saved_as
 from . import tensor_parallel
 from .compressed_tensors import lazy_state, sparsity_format
+from .config import Settings
 
 #: Whether the from_pretrained that runs was told ignore_mismatched_sizes (macko.integrations.saving sets it).
 IGNORES_SIZES: ContextVar[bool] = ContextVar("IGNORES_SIZES", default=False)
@@ -41,47 +45,24 @@ _NO_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 @register_quantization_config("macko")
-class MackoConfig(QuantizationConfigMixin):
+class MackoConfig(Settings, QuantizationConfigMixin):
     """How from_pretrained packs a pruned checkpoint, and what config.json keeps of a packed one.
 
-    Args:
-        format, ignore, min_sparsity, values: as in macko.sparsify_.
-        version, layers: of a packed checkpoint; see macko.files.
-
-    Raises:
-        TypeError: there is no such option.
-        ValueError: an option is out of its range or not of its type, or the files are of a newer version.
+    Its arguments and errors are those of macko.integrations.config.Settings.
     """
-
-    def __init__(
-        self,
-        format: str = "auto",
-        ignore: Iterable[str] = ("lm_head",),
-        min_sparsity: float = MIN_SPARSITY,
-        version: int = VERSION,
-        layers: dict[str, dict[str, Any]] | None = None,
-        values: str = "exact",
-    ) -> None:
-        self.quant_method = "macko"  # type: ignore[assignment]
-        check_about({"version": version, "layers": layers}, "quantization_config")
-        Options(format, values=values)
-        check_min_sparsity(min_sparsity)
-        several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
-        self.ignore: list[Any] = list(ignore) if several else [ignore]
-        if not all(isinstance(name, str) for name in self.ignore):
-            raise ValueError(f"ignore is {ignore!r}, expected names")
-        self.format, self.min_sparsity, self.version, self.values = format, min_sparsity, version, values
-        self.layers = {} if layers is None else layers
 
     def get(self, key: str, default: Any = None) -> Any:
         """An option, or the default: transformers asks the config that a model has as it does the one of a file."""
         return getattr(self, key, default)
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What repr shows; not every config of transformers before 5.4 has it."""
+        return self.to_dict()
+
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """The config of a config.json, without what others, or a later macko, have noted there too."""
-        known = {key: value for key, value in config_dict.items() if key in inspect.signature(cls).parameters}
-        return super().from_dict(known, return_unused_kwargs, **kwargs)
+        return super().from_dict(cls.known(config_dict), return_unused_kwargs, **kwargs)
 
 
 @register_quantizer("macko")
@@ -111,6 +92,8 @@ class MackoHfQuantizer(HfQuantizer):
         self._async: str | None = None
         #: What the caller of from_pretrained wants of the model.
         self._dtype: torch.dtype | None = None
+        #: Of each parameter, before anything is read.
+        self._shapes: dict[str, torch.Size] = {}
 
     def is_serializable(self) -> bool:
         return True
@@ -137,6 +120,8 @@ class MackoHfQuantizer(HfQuantizer):
         self._believe_files(checkpoint_files or [])
         if self.pre_quantized:
             self._place_packed(model, checkpoint_files or [])
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if self.pre_quantized:
             if tensor_parallel.is_asked(model):
                 self._async = os.environ.get(_NO_ASYNC)
                 os.environ[_NO_ASYNC] = "1"
@@ -151,6 +136,8 @@ class MackoHfQuantizer(HfQuantizer):
                 size = layer.module.weight.nbytes
                 kind = f"{type(layer.module).__name__} is a subclass of nn.Linear and may do something else"
                 self.report.layers.append(LayerReport(layer.name, shape, None, "dense", size, size, reason or kind))
+        conversions = get_model_conversion_mapping(model)
+        self._split = [list(c.target_patterns) for c in conversions if len(c.target_patterns) > 1]
         self._share = _expected_share(checkpoint_files or [], self._found)
 
     def _believe_files(self, checkpoint_files: list[str]) -> None:
@@ -170,6 +157,8 @@ class MackoHfQuantizer(HfQuantizer):
 
     def _place_packed(self, model: Any, checkpoint_files: list[str]) -> None:
         """Empty sparse layers on the meta device, of the sizes that the files have."""
+        if self.quantization_config.layers and not checkpoint_files and (casts := _casts_integers()):
+            raise ValueError(f"state_dict: {casts}")
         shapes = _tensor_shapes(checkpoint_files)
         tripwires: set[str] = set()
         prefix = f"{model.base_model_prefix}."
@@ -210,24 +199,11 @@ class MackoHfQuantizer(HfQuantizer):
             sparse._is_hf_initialized = True  # or transformers would give it random weights
             model.set_submodule(name, sparse)
             sparse.when_whole = partial(_cut, model, name)
-            self._dtypes[name] = self._planned(model, join(name, "weight"), linear.weight.dtype)
+            self._dtypes[name] = _planned(model, join(name, "weight"), linear.weight.dtype, self._dtype)
             self._packed_names |= {join(name, key) for key in tensors}
-        known = model._keys_to_ignore_on_load_unexpected or ()
-        model._keys_to_ignore_on_load_unexpected = {*known, *(f"^{pattern}$" for pattern in tripwires)}
-
-    def _planned(self, model: Any, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that transformers loads a weight in: that of its layer, or float32 where it keeps that."""
-        for pattern, kept in model._get_dtype_plan(self._dtype or dtype).items():
-            if re.search(pattern.replace("*", ".*"), name):
-                return kept
-        return dtype
+        _ignore_unexpected(model, [f"^{pattern}$" for pattern in tripwires])
 
     # ---- While loading ----
-
-    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
-        updated = super().update_weight_conversions(weight_conversions, model)
-        self._split = [list(c.target_patterns) for c in updated if len(c.target_patterns) > 1]
-        return updated
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         layer, _, key = param_name.rpartition(".")
@@ -290,8 +266,7 @@ class MackoHfQuantizer(HfQuantizer):
         if weight.shape != expected.shape:
             return False  # transformers then says that the checkpoint is of another size
         config = self.quantization_config
-        options = Options(config.format, values=config.values)
-        row, sparse = convert_weight(name, weight, options, config.min_sparsity)
+        row, sparse = convert_weight(name, weight, config.options, config.min_sparsity)
         self.report.layers.append(row)
         if sparse is None:
             return False
@@ -309,6 +284,7 @@ class MackoHfQuantizer(HfQuantizer):
         if self.pre_quantized and tensor_parallel.is_asked(model):
             del os.environ[_NO_ASYNC]
             os.environ |= {_NO_ASYNC: self._async} if self._async is not None else {}
+        self._check_shapes(model)
         kept_dense: list[str] = []
         for name, module in model.named_modules():
             if type(module) is _Loading:
@@ -325,7 +301,7 @@ class MackoHfQuantizer(HfQuantizer):
                     if packed.dtype != dtype:
                         packed = packed.to("cpu")  # a GPU has no kernels for float32
                     packed.validate()
-                    module._hold(packed.held().to(home, dtype))
+                    module._hold(packed.materialized().to(home, dtype))
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"{name}: {error}") from None
                 module.to(dtype)  # its bias
@@ -349,6 +325,19 @@ class MackoHfQuantizer(HfQuantizer):
             warn_if_unchanged(self.report, "from_pretrained with a MackoConfig")
         return model
 
+    def _check_shapes(self, model: Any) -> None:
+        """ValueError where a weight has come in another size than the model's.
+
+        Of a model that a quantizer loads, transformers before 5.23 does not look at that.
+        """
+        for name, parameter in model.named_parameters():
+            if parameter.shape != (shape := self._shapes.get(name, parameter.shape)):
+                anew = ", and this transformers does not start it anew" if IGNORES_SIZES.get() else ""
+                raise ValueError(
+                    f"{name}: the checkpoint has shape {list(parameter.shape)}, the model {list(shape)}{anew}"
+                )
+        self._shapes.clear()
+
     def _make_dense(self, model: Any, name: str) -> None:
         """Puts the dense layer in the place of a packed one that is read, in its dtype and on its device."""
         module = model.get_submodule(name)
@@ -357,7 +346,7 @@ class MackoHfQuantizer(HfQuantizer):
             packed.validate()
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from None
-        dense = SparseLinear.from_packed(packed.held(), module.bias).to_linear()
+        dense = SparseLinear.from_packed(packed.materialized(), module.bias).to_linear()
         dense.weight = nn.Parameter(dense.weight.to(module.device, self._dtypes[name]), requires_grad=False)
         model.set_submodule(name, with_hooks(dense.to(self._dtypes[name]), module))
 
@@ -425,7 +414,7 @@ def _cut(model: Any, name: str, layer: SparseLinear) -> None:
         return
     try:
         layer.packed.validate()
-        layer._hold(layer.packed.held())
+        layer._hold(layer.packed.materialized())
         tensor_parallel.cut(model, name, layer)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
@@ -459,8 +448,6 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
         ValueError: a file of the folder is not as another says, no file has a weight of the model, or transformers has
             no such model.
     """
-    import transformers
-
     folder = os.fspath(folder)
     with readable(folder), Checkpoint(folder) as file:
         about = transformers.AutoConfig.from_pretrained(folder)
@@ -549,3 +536,35 @@ def _expected_share(files: list[str], layers: Iterable[str]) -> float:
                     nonzero += int(countable(rows).count_nonzero())
                     total += rows.numel()
     return min(1.0, packed_share(nonzero / total)) if total else 1.0
+
+
+# ---- What differs between versions of transformers 5 -----------------------------------------------------------------
+
+
+def _ignore_unexpected(model: Any, patterns: list[str]) -> None:
+    """Adds to the patterns of keys that files may have and the model has not: a list or None, later a set."""
+    known = model._keys_to_ignore_on_load_unexpected
+    known = [] if known is None else known
+    model._keys_to_ignore_on_load_unexpected = type(known)([*known, *patterns])
+
+
+def _casts_integers() -> str:
+    """Why packed tensors cannot be loaded where transformers wants another dtype than files have; "" since 5.4."""
+    version = transformers.__version__
+    old = tuple(map(int, version.split(".")[:2])) < (5, 4)
+    return f"transformers {version} casts packed integers too: 5.4 or newer is needed" if old else ""
+
+
+def _planned(model: Any, name: str, dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype that transformers loads a weight in: that of its layer, or float32 where it keeps that.
+
+    Raises:
+        ValueError: it keeps float32, and makes that of packed integers too.
+    """
+    has_plan = hasattr(model, "_get_dtype_plan")  # not in 5.0
+    for pattern, kept in (model._get_dtype_plan(asked or dtype) if has_plan else model.dtype_plan).items():
+        if re.search(pattern.replace("*", ".*"), name):
+            if casts := _casts_integers():
+                raise ValueError(f"{name}: {pattern} is kept in {kept}, while {casts}")
+            return kept
+    return dtype

@@ -13,9 +13,8 @@ of the engine by its name, so it is one of a module.
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -36,14 +35,14 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-from ..choose.auto import Options, pack
-from ..files import VERSION, check_about
-from ..nn.convert import MIN_SPARSITY, check_min_sparsity, convert_weight
-from ..nn.layers import IGNORED, matching
+from ..choose.auto import pack
+from ..choose.options import Options
+from ..nn.convert import convert_weight
+from ..nn.find import matching
 from ..ops import multiply
-from ..weights import codes
-from ..weights.formats import MackoWeight, PackedWeight, saved_as, takes_any_weight
-from ..weights.shards import joined, sliced
+from ..weights import MackoWeight, PackedWeight, saved_as, takes_any_weight
+from ..weights.shards import joined
+from .config import Settings
 
 logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only
 
@@ -55,37 +54,20 @@ _FORWARDS = {kind.forward for kind in (ColumnParallelLinear, ReplicatedLinear, R
 
 
 @register_quantization_config("macko")
-class MackoConfig(QuantizationConfig):
+class MackoConfig(Settings, QuantizationConfig):
     """How a dense checkpoint is packed, and what config.json says of a packed one.
 
     `hf_overrides={"macko": {...}}` changes format, tokens, ignore, min_sparsity and values of either.
 
     Args:
-        format, tokens, ignore, min_sparsity, values: as in macko.sparsify_, but tokens is 8 by default. 8 bits are made
-            of what the files hold dense alone.
-        version, layers: of a packed checkpoint; see macko.files.
-
-    Raises:
-        ValueError: an option is out of its range, or the files are of a newer version.
+        tokens: as in macko.sparsify_, but 8 by default.
+        settings: of macko.integrations.config.Settings.
     """
 
-    def __init__(
-        self,
-        format: str = "auto",
-        tokens: int = TOKENS,
-        ignore: Iterable[str] = IGNORED,
-        min_sparsity: float = MIN_SPARSITY,
-        version: int = VERSION,
-        layers: dict[str, dict[str, Any]] | None = None,
-        values: str = "exact",
-    ) -> None:
-        super().__init__()
-        check_about({"version": version, "layers": layers}, "quantization_config")
-        check_min_sparsity(min_sparsity)
-        self.options = Options(format, tokens, values=values)
-        self.ignore = [ignore] if isinstance(ignore, str) else list(ignore)
-        self.min_sparsity, self.version = min_sparsity, version
-        self.layers = {} if layers is None else layers
+    def __init__(self, tokens: int = TOKENS, **settings: Any) -> None:
+        QuantizationConfig.__init__(self)
+        self.tokens = tokens
+        Settings.__init__(self, **settings)
         self.tied = False
 
     @classmethod
@@ -106,23 +88,11 @@ class MackoConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> MackoConfig:
-        """The config of a config.json, without what others, or a later macko, have noted there too."""
-        return cls(**{key: value for key, value in config.items() if key in inspect.signature(cls).parameters})
+        return cls(**cls.known(config))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         asked = getattr(hf_config, "macko", None) or {}
-        known: dict[str, Any] = {"format": self.options.format, "tokens": self.options.tokens}
-        known |= {"ignore": self.ignore, "min_sparsity": self.min_sparsity, "values": self.options.values}
-        if unknown := sorted(set(asked) - set(known)):
-            raise ValueError(f'hf_overrides["macko"] has {", ".join(unknown)}, expected {", ".join(known)}')
-        if self.layers and asked.get("values", known["values"]) != known["values"] and asked["values"] in codes.KINDS:
-            raise ValueError(
-                f'hf_overrides["macko"] has values={asked["values"]!r}, and the folder is packed: 8 bits are made of a '
-                "dense one, with --quantization macko"
-            )
-        if asked.get("format", known["format"]) != known["format"]:
-            known["values"] = "exact"  # the folder's are of its own format
-        self.__init__(**known | asked, version=self.version, layers=self.layers)  # type: ignore[misc]
+        self.__init__(**self.overridden(asked, 'hf_overrides["macko"]'))  # type: ignore[misc]
         self.tied = bool(hf_config is not None and hf_config.get_text_config().tie_word_embeddings)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
@@ -371,8 +341,8 @@ class Packed(_Method):
             raise ValueError(f"the checkpoint has {whole.cols} columns, vLLM wants {self.cols} for each of {ranks}")
         first = rank * self.cols if whole.cols > self.cols else 0
         rows = self._head_rows(layer, whole) if is_head else self._stack_rows(layer, whole, places)
-        part = sliced(whole.held(), 1, first, first + self.cols)
-        return [sliced(part, 0, start, stop) for start, stop in rows]
+        part = whole.materialized().cut(1, first, first + self.cols)
+        return [part.cut(0, start, stop) for start, stop in rows]
 
     def _head_rows(self, layer: Any, whole: PackedWeight) -> list[tuple[int, int]]:
         """This rank's rows of a head; behind its last row is padding."""

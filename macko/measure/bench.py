@@ -6,31 +6,29 @@ import argparse
 import contextlib
 import dataclasses
 import gc
-import json
-import os
-import statistics
-import sys
-import timeit
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..choose.auto import Options, _runs_wgmma
+from ..choose.auto import multiplies_codes
+from ..choose.options import Options
+from ..choose.patterns import density_of
 from ..files import check_whole
 from ..fuse import Fuse
 from ..nn.convert import MIN_SPARSITY, sparsify_
-from ..nn.layers import IGNORED, Report, columns, density_of, find_linears, format_bytes
+from ..nn.find import IGNORED, find_linears
 from ..nn.linear import SparseLinear
 from ..nn.merge import split_
-from ..pruning.prune import asked_for, prune_
+from ..nn.report import Report
+from ..pruning.prune import prune_
+from ..weights import ByteWeight, takes_any_weight
 from ..weights.codes import KINDS
-from ..weights.formats import ByteWeight, takes_any_weight
-from . import reference
+from . import reference, runs
 from .rivals import replace_
+from .runs import Line, Result, Side
 
 #: How generate() compiles the step of one token, by the value of --compile; each with CUDA graphs.
 COMPILED: dict[str, dict[str, Any]] = {
@@ -46,60 +44,6 @@ COMPILED["max"] = {**COMPILED["fast"], "coordinate_descent_tuning": True}
 FOR_SPARSE: dict[str, Any] = {"post_grad_custom_pre_pass": Fuse(), "combo_kernels": True}
 
 
-#: Lengths of prompts, where they are not given; decoding is behind the first.
-PROMPT_TOKENS = (128, 32, 512, 2048)
-#: Where noise is as large as what is measured, it is measured so often again.
-RETRIES = 3
-
-#: What --json writes.
-Line = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """A model as it is compared."""
-
-    model: str  #: "dense", "sparse", or "dense12", which has no zeros to tell; a rival; of an engine the side
-    sparsity: float  #: share of zeros in its layers
-    tokens: int | None  #: what sparsify_ was told
-
-    def __str__(self) -> str:
-        if self.model != "sparse":
-            return self.model
-        return f"{self.sparsity:.0%} sparse{f', tokens={self.tokens}' if self.tokens else ''}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Result(Side):
-    """One measurement of it."""
-
-    what: str  #: "prefill" or "decode"
-    batch: int
-    prompt_tokens: int  #: of each sequence
-    ms: float | None  #: of the prefill, or of one token of all sequences; None where noise hides it
-    tokens_per_s: float | None  #: of all sequences together
-    peak_bytes: int | None  #: of GPU memory; None on the CPU. Of an engine, which takes what there is, of all weights
-
-
-def check(options: argparse.Namespace) -> None:
-    """ValueError or OSError for what would else be found out behind the first times."""
-    Options(options.format, options.tokens, values=options.values or "exact")
-    for sparsity in options.sparsity or ():
-        asked_for(sparsity, "magnitude", None)
-    if options.values in KINDS and len(options.sparsity or ()) > 1:
-        raise ValueError(f"--values {options.values} rounds the model: give one --sparsity")
-    if options.weights_dtype and not options.source.startswith("random:"):
-        raise ValueError(f"--weights-dtype is of random: alone, MODEL is {options.source!r}")
-    append(options.json, ())
-
-
-def append(path: str | None, lines: Iterable[Line]) -> None:
-    """Writes JSON lines behind what a file has, if there is one to write to."""
-    if path:
-        with open(path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-
-
 def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[Result]] | None = None) -> None:
     """Loads, prunes where asked, times dense, converts, times sparse at each sparsity, and prints all.
 
@@ -111,7 +55,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     Raises:
         ValueError: an option is of no use, before anything is timed; or no layer is sparse enough.
     """
-    check(options)
+    runs.check(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if reason := Options(options.format).not_on(device):
         raise ValueError(f"--format {reason}, models are timed on {device.type} here")
@@ -124,10 +68,10 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     model = _load(source, device, dtype, options.weights_dtype)
     prunes = options.source[:7] == "random:" and not any_weight
     sparsities: list[float | None] = sorted(options.sparsity or ([0.5] if prunes else []))
-    set_lengths(options, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    runs.set_lengths(options, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     prompts = _prompts(options, model).to(device)
     results: list[Result] = []
-    about = about_run(options, "source", "format", "values", "merge", "compile", "new_tokens", "weights_dtype")
+    about = runs.about_run(options, "source", "format", "values", "merge", "compile", "new_tokens", "weights_dtype")
     about |= {"dtype": str(dtype).removeprefix("torch.")}
 
     def measure(model: Any, side: Side, lines: list[Line]) -> None:
@@ -137,7 +81,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
         torch.cuda.empty_cache()
         found = (measuring or measure_all)(side, model, prompts, options, lines)
         results.extend(found)
-        append(options.json, ({**line, **about} for line in (*lines, *map(dataclasses.asdict, found))))
+        runs.append(options.json, ({**line, **about} for line in (*lines, *map(dataclasses.asdict, found))))
 
     for index, sparsity in enumerate(sparsities or [None]):
         _make_dense(model)
@@ -165,7 +109,7 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
     for name in options.against:
         measure(_rival(name, source, device, dtype, prompts, options), Side(name, 0.0, None), [])
     if results:
-        print(_table(results))
+        print(runs.table(results))
 
 
 def _has_zeros(model: Any) -> bool:
@@ -203,42 +147,10 @@ def _convert(model: Any, options: argparse.Namespace) -> Report:
     return report
 
 
-def longest(options: argparse.Namespace) -> int:
-    """Tokens of the longest run, prompt and new ones."""
-    return max(options.prompt_tokens[0] + options.new_tokens, *options.prompt_tokens)
-
-
-def set_lengths(options: argparse.Namespace, positions: int | None, more: int = 0) -> None:
-    """--prompt-tokens, where they are not given, cut to the model's positions; ValueError where these are too few.
-
-    more: positions that a run takes besides.
-    """
-    room = (positions or sys.maxsize) - more
-    if not options.prompt_tokens:
-        first, *others = PROMPT_TOKENS
-        lengths = [max(1, min(first, room - options.new_tokens)), *(min(length, room) for length in others)]
-        options.prompt_tokens = list(dict.fromkeys(lengths))
-    if longest(options) > room:
-        taken = longest(options) + more
-        raise ValueError(f"--prompt-tokens and --new-tokens take {taken} positions, {options.source} has {positions}")
-
-
 def _prompts(options: argparse.Namespace, model: Any) -> Tensor:
     """As many tokens as the longest run needs, [batch, prompt]."""
     prompts = torch.arange(max(options.batch) * max(options.prompt_tokens)).view(max(options.batch), -1)
     return prompts * 7919 % model.config.vocab_size
-
-
-def about_run(options: argparse.Namespace, *names: str) -> Line:
-    """What each line says of the run; names: of options."""
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "commit": os.environ.get("MACKO_COMMIT", "unknown"),
-        **{name: vars(options)[name] for name in names},
-        # Of a folder its name: where it lies is the machine's business.
-        **({"source": Path(options.source).name} if "source" in names and Path(options.source).exists() else {}),
-    }
 
 
 def measure_all(
@@ -247,18 +159,8 @@ def measure_all(
     """Decoding at every batch size behind the first prompt length, the prefill of one sequence at every length."""
     results = [_decode(side, model, prompts[:batch, : options.prompt_tokens[0]], options) for batch in options.batch]
     results += [_prefill(side, model, prompts[:1, :count]) for count in options.prompt_tokens]
-    show(results)
+    runs.show(results)
     return results
-
-
-def show(results: Iterable[Result], memory: str = "peak") -> None:
-    """Prints a line for each; memory: what peak_bytes are."""
-    for result in results:
-        held = "" if result.peak_bytes is None else f", {memory} {format_bytes(result.peak_bytes)}"
-        speed = f"too noisy to tell{held}"
-        if result.ms is not None:
-            speed = f"{result.ms:8.3f} ms, {result.tokens_per_s:8.1f} tokens/s{held}"
-        print(f"{result}, {result.what} batch {result.batch} prompt {result.prompt_tokens}: {speed}", flush=True)
 
 
 def generate(model: Any, prompts: Tensor, new_tokens: int, compiled: str, **more: Any) -> None:
@@ -284,38 +186,13 @@ def _decode(side: Side, model: Any, prompts: Tensor, options: argparse.Namespace
     longer()  # compiles, which takes memory of its own
     if prompts.is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds = _difference(longer, shorter, prompts.is_cuda)
+    seconds = runs.difference(longer, shorter, prompts.is_cuda)
     per_token = None if seconds is None else seconds / options.new_tokens
-    return result(side, "decode", len(prompts), prompts.shape[1], len(prompts), per_token, _peak(prompts))
-
-
-def result(
-    side: Side, what: str, batch: int, prompt_tokens: int, tokens: int, seconds: float | None, held: int | None
-) -> Result:
-    """Of so many tokens in these seconds, None where noise hides them."""
-    ms, speed = (None, None) if seconds is None else (seconds * 1e3, tokens / seconds)
-    return Result(side.model, side.sparsity, side.tokens, what, batch, prompt_tokens, ms, speed, held)
+    return runs.result(side, "decode", len(prompts), prompts.shape[1], len(prompts), per_token, _peak(prompts))
 
 
 def _peak(prompts: Tensor) -> int | None:
     return torch.cuda.max_memory_allocated() if prompts.is_cuda else None
-
-
-def _difference(longer: Callable[[], Any], shorter: Callable[[], Any], on_gpu: bool) -> float | None:
-    """Seconds that one call takes beyond another: of the fastest of each. None where noise is as large as that.
-
-    Noise is how far the median of a call's times is from their fastest, of both together; where it is too large there
-    are more calls, RETRIES times.
-    """
-    of_both: tuple[list[float], list[float]] = ([], [])
-    for _ in range(1 + RETRIES):
-        for call, found in zip((shorter, longer), of_both, strict=True):
-            found += _times(call, on_gpu)
-        less, more = map(min, of_both)
-        noise = sum(statistics.median(found) - min(found) for found in of_both)
-        if more - less > noise:
-            return more - less
-    return None
 
 
 def _prefill(side: Side, model: Any, prompts: Tensor) -> Result:
@@ -323,15 +200,9 @@ def _prefill(side: Side, model: Any, prompts: Tensor) -> Result:
     if prompts.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     with torch.no_grad():
-        seconds = min(_times(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, 30 if prompts.is_cuda else 6))
-    return result(side, "prefill", 1, prompts.shape[1], prompts.shape[1], seconds, _peak(prompts))
-
-
-def _times(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> list[float]:
-    """Seconds of some calls behind a first one, without garbage collection: a compiler leaves millions of objects."""
-    wait = torch.cuda.synchronize if on_gpu else lambda: None
-    gc.collect()
-    return timeit.repeat(lambda: (call(), wait()), wait, repeat=1 + calls, number=1)[1:]
+        calls = 30 if prompts.is_cuda else 6
+        seconds = min(runs.seconds(lambda: model(prompts, logits_to_keep=1), prompts.is_cuda, calls))
+    return runs.result(side, "prefill", 1, prompts.shape[1], prompts.shape[1], seconds, _peak(prompts))
 
 
 def _make_dense(model: Any) -> None:
@@ -379,10 +250,10 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
             raise ValueError(f"{name}: the packed weight is not the dense one")
     worst: list[Line] = []
 
-    def check(name: str, layer: SparseLinear, x: Tensor, y: Tensor) -> None:
+    def compare(name: str, layer: SparseLinear, x: Tensor, y: Tensor) -> None:
         packed = layer.packed
         weight = layer.weight.as_subclass(Tensor)
-        if isinstance(packed, ByteWeight) and x.is_cuda and _runs_wgmma(x.device):
+        if isinstance(packed, ByteWeight) and x.is_cuda and multiplies_codes(x.device, x[..., 0].numel()):
             weight = packed.unrounded()
         wanted, bound = reference.linear(x, weight, layer.bias, y.dtype, by_torch=x[..., 0].numel() > 1)
         # Inf on both sides is no difference; NaN, and Inf on one side, are over every bound.
@@ -395,7 +266,7 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
     with torch.no_grad(), contextlib.ExitStack() as hooks:
         for name, layer in model.named_modules():
             if isinstance(layer, SparseLinear):
-                hook = layer.register_forward_hook(lambda layer, args, y, name=name: check(name, layer, args[0], y))
+                hook = layer.register_forward_hook(lambda layer, args, y, name=name: compare(name, layer, args[0], y))
                 hooks.enter_context(hook)
         for count in sorted({min(count, prompt.shape[1]) for count in tokens}):
             worst.append({"tokens": count, "of_bound": 0.0})
@@ -421,7 +292,7 @@ def _load(source: str, device: torch.device, dtype: torch.dtype, weights_dtype: 
         dense, loaded = auto.from_pretrained(source, dtype=dtype, output_loading_info=True)
         check_whole(dense, loaded["missing_keys"], loaded["unexpected_keys"], source)
         return dense.to(device).eval()
-    config = random_config(source)
+    config = runs.random_config(source)
     torch.manual_seed(0)
     with device, torch.no_grad():
         model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
@@ -429,33 +300,3 @@ def _load(source: str, device: torch.device, dtype: torch.dtype, weights_dtype: 
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(getattr(torch, weights_dtype)))
     return model
-
-
-def random_config(source: str, **more: Any) -> Any:
-    """The config of a Llama of random weights: random:7b and random:70b have those of Llama 2."""
-    from transformers import LlamaConfig
-
-    tiny = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
-    wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
-    sizes: dict[str, Any] = {
-        "7b": {"max_position_embeddings": 4096},
-        "70b": {"max_position_embeddings": 4096, **wide, "num_hidden_layers": 80},
-        "tiny": {**tiny, "num_attention_heads": 4},
-    }
-    size = source.removeprefix("random:")
-    if size not in sizes:
-        raise ValueError(f"MODEL is {source!r}, expected a folder, or random: with one of {', '.join(sizes)}")
-    return LlamaConfig(**sizes[size], **more)
-
-
-def _table(results: list[Result], memory: str = "peak GPU memory") -> str:
-    rows = [("what", ">batch", ">prompt", "model", ">ms", ">tokens/s", ">over dense", f">{memory}")]
-    dense = {(r.what, r.batch, r.prompt_tokens): r for r in results if r.model == "dense"}
-    for result in sorted(results, key=lambda r: (r.what, r.batch, r.prompt_tokens, r.sparsity, r.tokens or 0)):
-        speed, key = result.tokens_per_s, (result.what, result.batch, result.prompt_tokens)
-        base = dense[key].tokens_per_s if key in dense else None
-        peak = "" if result.peak_bytes is None else format_bytes(result.peak_bytes)
-        ratio = f"{speed / base:.2f}x" if speed and base else "-"
-        times = (f"{result.ms:.3f}", f"{speed:.1f}", ratio) if speed else ("-", "-", "-")
-        rows.append((result.what, str(result.batch), str(result.prompt_tokens), str(result), *times, peak))
-    return columns(rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows])

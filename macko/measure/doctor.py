@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import FORMATS, __version__, _library, ops
 from ..nn.linear import DTYPES
-from ..weights.formats import SellWeight, SlideWeight
+from ..weights import SellWeight, SlideWeight
 
 
 class _Called(TorchDispatchMode):

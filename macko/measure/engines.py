@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..weights.formats import takes_any_weight
-from . import bench
-from .bench import Line, Result, Side
+from ..weights import takes_any_weight
+from . import runs
+from .runs import Line, Result, Side
 
 #: What config.json says of a checkpoint by GPTQ, whose weights may then be any bits. Without the names of what is
 #: quantized vLLM looks for them in files, of which dummies have none, and leaves every layer dense, without a word.
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, source: str) -> None:
     if (int4 := [side for side in options.sides if side.startswith("int4")]) and not is_random:
         raise ValueError(f"--sides has {int4[0]}, which is of random: alone: its weights are no model's")
     given = _engine_args(options.engine_args)
-    bench.check(options)
+    runs.check(options)
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("--engine vllm: vLLM is not installed beside macko")
     os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
@@ -95,18 +95,26 @@ def run(options: argparse.Namespace, source: str) -> None:
     from transformers import PretrainedConfig
 
     config, _ = PretrainedConfig.get_config_dict(source)
-    bench.set_lengths(options, given.get("max_model_len") or config.get("max_position_embeddings"), _MORE)
+    runs.set_lengths(options, given.get("max_model_len") or config.get("max_position_embeddings"), _MORE)
     for side in options.sides:
         results += _forked(side, source, options, given)
     if not results:
         raise ValueError("no side could be timed")
-    print(bench._table(results, memory="weights"))
+    print(runs.table(results, memory="weights"))
+
+
+def asked_of_macko(options: argparse.Namespace) -> dict[str, Any]:
+    """What of the options macko's config in vLLM is told, and the config says otherwise."""
+    asked = {} if options.format == "auto" else {"format": options.format}
+    if options.values:
+        asked["values"] = options.values
+    return {**asked, "ignore": []} if takes_any_weight(options.format) else asked
 
 
 def _random_folder(source: str) -> str:
     """A folder with the config alone, beside vLLM's compiled code, which is found again by the folder's name only."""
     folder = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "macko" / source[len("random:") :]
-    config = bench.random_config(source, architectures=["LlamaForCausalLM"]).to_json_string()
+    config = runs.random_config(source, architectures=["LlamaForCausalLM"]).to_json_string()
     folder.mkdir(parents=True, exist_ok=True)
     (part := folder / f"config.{os.getpid()}").write_text(config, encoding="utf-8")
     part.replace(folder / "config.json")  # at once: another process may be reading it
@@ -133,8 +141,8 @@ def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str
                 result, line = found
                 if result is not None:
                     results.append(result)
-                    bench.show([result], memory="weights")
-                bench.append(options.json, [line])
+                    runs.show([result], memory="weights")
+                runs.append(options.json, [line])
             else:
                 break
     if not results:
@@ -192,7 +200,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     if makes:
         _fill_dummies(sparsity, getattr(torch, options.weights_dtype) if options.weights_dtype else None)
     side = Side(name, sparsity, None)
-    longest = bench.longest(options) + _MORE
+    longest = runs.longest(options) + _MORE
     # All prompts of a batch in one step, where they are not many tokens: decoding begins for all at once.
     prompts = min(max(options.batch) * options.prompt_tokens[0], 8192)
     on_gpu = torch.cuda.is_available()
@@ -202,8 +210,8 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
         "enable_prefix_caching": False, "seed": 0, **SIDES[name], **given,
     }  # fmt: skip
     engine["hf_overrides"] = {**SIDES[name].get("hf_overrides", {}), **given.get("hf_overrides", {})}
-    if options.format != "auto" and name == "macko":
-        engine["hf_overrides"]["macko"] = {"format": options.format, **({"ignore": []} if any_weight else {})}
+    if name == "macko" and (asked := asked_of_macko(options)):
+        engine["hf_overrides"]["macko"] = asked
     start = time.perf_counter()
     llm = LLM(folder, **engine)
     started = time.perf_counter() - start
@@ -217,7 +225,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     config = llm.model_config.hf_text_config
     about |= {"layers": config.num_hidden_layers, "hidden": config.hidden_size}
     about |= {"weights_s": loading, "start_s": started}
-    about |= bench.about_run(options, "source", "format")
+    about |= runs.about_run(options, "source", "format", "values")
     about["weights_dtype"] = options.weights_dtype if makes else None  # other sides' dummies are vLLM's
 
     def send(result: Result) -> None:
@@ -226,12 +234,12 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     for batch in options.batch:
         prompt, new = options.prompt_tokens[0], options.new_tokens
         more, less = (lambda count=count: _generate(llm, batch, prompt, count) for count in (1 + new, 1))  # noqa: B023
-        seconds = bench._difference(more, less, on_gpu)
+        seconds = runs.difference(more, less, on_gpu)
         per_token = None if seconds is None else seconds / new
-        send(bench.result(side, "decode", batch, prompt, batch, per_token, held))
+        send(runs.result(side, "decode", batch, prompt, batch, per_token, held))
     for prompt in options.prompt_tokens:
-        seconds = min(bench._times(lambda prompt=prompt: _generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
-        send(bench.result(side, "prefill", 1, prompt, prompt, seconds, held))
+        seconds = min(runs.seconds(lambda prompt=prompt: _generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
+        send(runs.result(side, "prefill", 1, prompt, prompt, seconds, held))
     pipe.send((None, {**dataclasses.asdict(side), **_tokens(llm, options), **about}))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..nn.layers import IGNORED, find_linears
+from ..nn.find import IGNORED, find_linears
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max

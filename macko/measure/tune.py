@@ -1,4 +1,4 @@
-"""autotune: which format is the fastest here, measured for the layers of a model; macko.times has the file."""
+"""autotune: which format is the fastest here, measured for the layers of a model; macko.choose.times has the file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from .. import ops
-from ..choose.auto import layouts, meant_pattern
+from ..choose.auto import layouts
+from ..choose.patterns import meant_pattern
 from ..choose.times import SLIDE_DTYPES, TIMED, Line, bandwidth_gbps, cache_file, gpu_name, read, write
-from ..nn.layers import check_model, find_linears
+from ..nn.find import check_model, find_linears
 from ..nn.linear import SparseLinear, unsupported
-from ..weights.formats import SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideWeight
+from ..weights import SLIDE_PATTERNS, EcWeight, MackoWeight, PackedWeight, SlideWeight
 from .timing import capture, copies, read_gbps, time_calls, time_replays
 
 #: Densities are rounded to this before they are compared.

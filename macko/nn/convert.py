@@ -17,20 +17,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from ..choose.auto import (
-    DENSE12_SHARE,
-    VALUES,
-    Options,
-    expected_us,
-    not_dense12,
-    pack,
-    slide_note,
-    slides,
-    sparse11_gain,
-    sparse11_note,
-    worst_of,
-)
-from ..weights.formats import (
+from ..choose.auto import DENSE12_SHARE, expected_us, not_dense12, pack, sparse11_gain, sparse11_note, worst_of
+from ..choose.options import VALUES, Options
+from ..choose.patterns import density_of
+from ..choose.slide import slide_note, slides
+from ..weights import (
     SLIDE_PATTERNS,
     Dense12Weight,
     EcWeight,
@@ -40,19 +31,10 @@ from ..weights.formats import (
     TileWeight,
     takes_any_weight,
 )
-from .layers import (
-    Filter,
-    FoundLinear,
-    LayerReport,
-    Report,
-    check_model,
-    density_of,
-    find_linears,
-    tied_parameters,
-    unpackable,
-)
+from .find import Filter, FoundLinear, check_model, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported, with_hooks
 from .merge import merge_
+from .report import LayerReport, Report
 
 #: Layers under this sparsity stay dense: with 2-bit gaps three quarters of the values take 0.84 of the dense bytes. One
 #: token costs at least the reading of these bytes, so less than that is soon lost to a kernel's fixed costs.
@@ -74,12 +56,10 @@ def sparsify_(
     min_sparsity: float | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
-    pattern: str = "auto",
-    dtype: str | None = None,
     tokens: int | None = None,
-    keep_dense: bool = False,
     merge: bool | None = None,
     values: str = "exact",
+    **old: Any,
 ) -> Report:
     """Replaces the linear layers that hold enough zeros by SparseLinear, in place, with the same outputs.
 
@@ -91,7 +71,8 @@ def sparsify_(
         model: any module that holds nn.Linear.
         format: a name in macko.FORMATS; "auto": what should take the least time where the layer is, dense too, chosen
             again when it moves; "smallest": the fewest bytes in memory, found by packing in every format; or "mixed":
-            slide for layers of an n:m pattern where that is faster, else as "auto".
+            slide for layers of an n:m pattern where that is faster, else as "auto". A pattern may follow "slide" and
+            "mixed", as "slide 6:8"; else it is the sparsest that a weight fits.
         ignore: layers to leave dense: full names, last components of names, or globs over full names. "lm_head" stands
             for the output heads of a model of transformers by any name, those of classifiers too.
         filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
@@ -103,10 +84,10 @@ def sparsify_(
             several. "auto" chooses what is fastest for so many; on a GPU of compute capability 9.0 the default is as
             good for prompts, on a CPU it is for one.
         values: "exact" holds them in fewer bits where that keeps every one; "raw" leaves them as they are; "fp8" and
-            "int8" round to 8 bits, which no default does.
-        pattern, dtype, keep_dense: of formats "slide" and "mixed", in macko.choose.Options, as more of the two above.
+            "int8" round to 8 bits, which no default does. macko.choose.Options has more of this, and of tokens.
         merge: whether to pack q, k, v and gate, up as one matrix each (macko.merge_); default: on a GPU, where each
             launch counts.
+        old: dtype and pattern, which are values and a part of format now; they go in macko 0.3.
 
     Returns:
         A Report: every nn.Linear, with its density, bytes, expected gain on this GPU, and why it was skipped.
@@ -117,18 +98,37 @@ def sparsify_(
         >>> print(macko.sparsify_(model))
 
     Raises:
-        TypeError: the model is none, as a folder's name.
+        TypeError: the model is none, as a folder's name; or there is no such argument.
         ValueError: no such format; min_sparsity outside 0 to 1; tokens is no number from 1; a pattern that the format
             does not take; the model is itself an nn.Linear.
     """
-    options = Options(format, tokens, pattern, dtype, keep_dense, values)
-    least = (0.0 if format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
+    format, values = _as_now(format, values, old)
+    options = Options(format, tokens, values=values)
+    least = (0.0 if options.format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
     check_min_sparsity(least)
     _refuse_one_layer(model, "sparsify_")
     convert = partial(convert_layer, options=options, min_sparsity=least)
     report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
     warn_if_unchanged(report, "sparsify_")
     return report
+
+
+def _as_now(format: str, values: str, old: dict[str, Any]) -> tuple[str, str]:
+    """format and values, with what sparsify_'s arguments of before 0.2 say of them."""
+    if unknown := sorted(old.keys() - {"dtype", "pattern"}):
+        raise TypeError(f"sparsify_() got an unexpected keyword argument {unknown[0]!r}")
+    if (dtype := old.get("dtype")) is not None:
+        if format not in ("slide", "mixed") or values not in ("exact", dtype):
+            wanted = 'of formats "slide" and "mixed", without values'
+            raise ValueError(f"dtype is {wanted}: format is {format!r}, values is {values!r}")
+        warnings.warn(f"sparsify_(dtype={dtype!r}) is values={dtype!r} now", DeprecationWarning, stacklevel=3)
+        values = dtype
+    if (pattern := old.get("pattern", "auto")) != "auto":
+        warnings.warn(
+            f'sparsify_(pattern={pattern!r}) is format="{format} {pattern}" now', DeprecationWarning, stacklevel=3
+        )
+        format = f"{format} {pattern}"
+    return format, values
 
 
 def compress_(

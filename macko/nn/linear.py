@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,28 +9,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from ..choose.auto import AUTO, Options, pack
+from ..choose.auto import pack
+from ..choose.options import AUTO, Options
 from ..ops import multiply
-from ..weights import codes
-from ..weights.formats import (
-    FORMATS,
-    ByteWeight,
-    EcWeight,
-    Macko8Weight,
-    MackoWeight,
-    PackedWeight,
-    SlideWeight,
-    described,
-    saved_as,
-    saved_by_names,
-    slices,
-    takes_any_weight,
-)
+from ..weights import FORMATS, MackoWeight, PackedWeight, slices
+from ..weights.base import with_address
+from ..weights.saved import IN_FILES, dense_in, packed_in, state_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
 #: Element types of a packed weight's values.
@@ -63,35 +50,9 @@ def as_extra_state(about: Mapping[str, Any]) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
 
 
-def empty_weight(packed: PackedWeight) -> Tensor:
-    """NAME.weight [0, cols], which lies beside the packed tensors of a layer NAME wherever they are saved.
-
-    Who knows nothing of macko wants a weight of another size there and stops, where it would else go on with the one
-    that the model was made with. Of values in 8 bits its dtype is that of their codes.
-    """
-    dtype = codes.TYPES[packed.kind] if isinstance(packed, ByteWeight) else packed.dtype
-    return _apart(torch.empty(0, packed.cols, dtype=dtype, device=packed.device))
-
-
-def _apart(empty: Tensor) -> Tensor:
-    """An empty tensor on the CPU with an address of its own: savers take those at 0 for one and the same."""
-    if empty.device.type != "cpu":
-        return empty
-    nowhere = torch.from_numpy(np.empty(0, np.uint8)).untyped_storage()
-    return torch.empty_like(empty).set_(nowhere, 0, empty.shape, empty.stride())
-
-
-#: Names of the tensors that a state_dict has of a layout, and no module has as attributes.
-_SAVED = SimpleNamespace(values=None, deltas=None, row_ptr=None, scales=None, weight=None)
+#: The tensors that a state_dict has of a layout, and no module has as attributes.
+_SAVED = SimpleNamespace(**dict.fromkeys(IN_FILES))
 _NO_CONTENT = "the state is on the meta device and has no content to copy"
-
-
-def keeps_format(packed: PackedWeight) -> bool:
-    """Whether a weight stays in its format where one is chosen: it was asked for, or its values are the format's own.
-
-    So ec, slide, dense12 and values in 8 bits; the others hold the canonical weight, each in its way.
-    """
-    return not packed.is_layout and not isinstance(packed, MackoWeight)
 
 
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
@@ -266,7 +227,8 @@ class SparseLinear(nn.Linear):
         """
         layer = cls.__new__(cls)
         layer._setup(packed, bias)
-        layer._options = None if options is None or keeps_format(packed) else options.again
+        layer._options = options and options.again
+        layer._options = layer._rechooses
         return layer
 
     @classmethod
@@ -304,21 +266,22 @@ class SparseLinear(nn.Linear):
         if packed.device.type != "meta" and (reason := wanted.not_on(packed.device)):
             raise ValueError(f"format {reason}, the weight is on {packed.device}")
         options = wanted.again and (self._options or wanted.again)
-        if not (keeps_format(packed) if options else packed.format == format):
-            dense, kind = packed.saved_dense or takes_any_weight(format), FORMATS.get(format)
-            if isinstance(packed, ByteWeight) and kind and issubclass(kind, ByteWeight):  # nothing is rounded again
-                packed = kind.from_codes(packed.codes(), packed.scales, packed.dtype)
-            else:
-                choice = replace(wanted, values=options.values) if options and wanted.may_slide else options or wanted
-                packed = pack(packed.to_dense() if dense else packed.to_macko(), choice)
-            self._hold(packed)
+        if not (packed.keeps_format if options else packed.format == format):
+            choice = replace(wanted, values=options.values) if options and wanted.may_slide else options or wanted
+            converted = packed.converted(FORMATS[format]) if format in FORMATS else None
+            self._hold(pack(packed.to_pack(), choice) if converted is None else converted)
         self._options = options
         return self
 
     @property
+    def _rechooses(self) -> Options | None:
+        """What chooses the format of what the layer holds anew; None where that stays as it is."""
+        return None if self._view.keeps_format else self._options
+
+    @property
     def _chosen(self) -> Options:
         """What packs the weight anew: what its format was chosen by, or its format."""
-        return Options(self.format) if self._options is None or keeps_format(self.packed) else self._options
+        return self._rechooses or Options(self.format)
 
     @property
     def packed(self) -> PackedWeight:
@@ -399,8 +362,7 @@ class SparseLinear(nn.Linear):
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         packed = self._view
-        if packed.device.type != "meta" and not packed.saved_dense:  # which would have to be unpacked
-            density = packed.density
+        if (density := packed.known_density) is not None:
             text += f", density={density:.3f} ({1 - density:.1%} sparse)"
         return f"{text}, format={packed.format}, dtype={packed.dtype}, bytes={packed.nbytes}"
 
@@ -448,12 +410,11 @@ class SparseLinear(nn.Linear):
             if reason := unsupported(target.dtype, target.device):
                 raise TypeError(f"SparseLinear: the weight cannot move: {reason}")
             elsewhere = target.dtype != packed.dtype or target.device.type not in packed.device_types
-            rechosen = self._options and (target.dtype, target.device.type) != (packed.dtype, packed.device.type)
-            rechosen = rechosen and not keeps_format(packed)
+            rechosen = self._rechooses and (target.dtype, target.device.type) != (packed.dtype, packed.device.type)
             if (elsewhere or rechosen) and "meta" not in (target.device.type, packed.device.type):
                 moved = packed.to_macko() if rechosen else packed
                 self._hold(moved.to(target.device, target.dtype))
-                if self._options and not keeps_format(self.packed):
+                if self._rechooses:
                     self.reformat_()
         scales = {name: tensor for name, tensor in self.packed.tensors().items() if tensor.dtype == torch.float32}
         super()._apply(fn, recurse)
@@ -469,24 +430,20 @@ class SparseLinear(nn.Linear):
 
         What is saved dense goes as nn.Linear's weight, there too.
         """
-        held = self.packed
-        on_meta = held.device.type == "meta"
-        if held.saved_dense:
-            destination[f"{prefix}weight"] = self.weight if on_meta else held.to_dense().cpu()
+        packed = self.packed
+        if isinstance(in_file := packed.to_saved(), Tensor):
+            destination[f"{prefix}weight"] = in_file
             if self.bias is not None:
                 destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
             return
         saved = copy.copy(self)  # and not the layer itself: another thread may be multiplying
-        if on_meta and held.is_layout:
-            saved._hold(MackoWeight.zeros(held.rows, held.cols, held.dtype, "meta"))
-        else:
-            saved._hold(held.to_saved())
+        saved._hold(in_file)
         super(SparseLinear, saved)._save_to_state_dict(destination, prefix, keep_vars)
         for key in [prefix + name for name in saved._buffers]:
             if not destination[key].numel():
-                destination[key] = _apart(destination[key])
+                destination[key] = with_address(destination[key])
         if self._saves_empty_weight:
-            destination[f"{prefix}weight"] = empty_weight(held)
+            destination[f"{prefix}weight"] = packed.empty_weight()
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint, which looks up each name of a state_dict: those that are no buffers now."""
@@ -499,7 +456,7 @@ class SparseLinear(nn.Linear):
 
     def get_extra_state(self) -> Tensor:
         """The format's name and sizes, as the bytes of a JSON text: a tensor, so that every file format takes it."""
-        return as_extra_state(described(self._format, self._sizes))
+        return as_extra_state(self._view.about() or {})
 
     def set_extra_state(self, state: Tensor) -> None:
         """Nothing: _load_from_state_dict has read it, before the tensors."""
@@ -515,109 +472,62 @@ class SparseLinear(nn.Linear):
         error_msgs: list[str],
     ) -> None:
         """Validates what comes, then makes buffers of its sizes, for nn.Module to copy or assign to."""
-        packed: PackedWeight | None
-        held, extra, weight = self._format, f"{prefix}_extra_state", state_dict.get(f"{prefix}weight")
-        own, assigned = [prefix + name for name in self._buffers], bool(local_metadata.get("assign_to_params_buffers"))
-        is_packed = any(prefix + name in state_dict for name in ("_extra_state", *MackoWeight.tensor_names))
+        before, assigned = self._view, bool(local_metadata.get("assign_to_params_buffers"))
+        own, extra = [prefix + name for name in self._buffers], f"{prefix}_extra_state"
         try:
-            if isinstance(weight, Tensor) and (weight.numel() or (held.saved_dense and not is_packed)):
-                packed = self._pack_loaded(weight, assigned)
-                state_dict |= {prefix + name: tensor for name, tensor in packed.tensors().items()}
-            else:
-                packed = self._read(state_dict, prefix)
-                if packed is not None and not assigned and packed.device.type == "meta" != self.device.type:
-                    raise ValueError(_NO_CONTENT)
-            changed = isinstance(packed, ByteWeight)  # from what files hold
-            if packed is not None and "meta" not in (self.device.type, packed.device.type):
-                elsewhere = self.device.type not in packed.device_types
-                if elsewhere or (not assigned and packed.dtype != self.dtype):
-                    packed, changed = packed.to(self.device, self.dtype), True
+            packed, changed = self._loaded(state_of(state_dict, prefix), assigned)
         except (TypeError, ValueError) as error:
             error_msgs.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
             return
         if packed is not None:
             if changed:
                 state_dict |= {prefix + name: tensor for name, tensor in packed.tensors().items()}
-            self._hold(packed.blank(self.device))
+            self._hold(packed.empty_like(self.device))
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
             missing_keys.remove(extra)
-        if held.saved_dense and packed is None:  # what the state lacks is what files hold
-            missing_keys[:] = [f"{prefix}weight" if key in own else key for key in missing_keys]
-        if packed is not None:
+        if packed is None:
+            if before.about() is None:  # what the state lacks is what files hold: the dense weight
+                missing_keys[:] = [f"{prefix}weight" if key in own else key for key in missing_keys]
+        else:
             # The empty weight of a packed folder, and the layout's own tensors, which torch.distributed.checkpoint adds
-            known = {f"{prefix}weight", *own, *(prefix + name for name in vars(_SAVED))}
-            unexpected_keys[:] = [key for key in unexpected_keys if key not in known]
+            expected = {*own, *(prefix + name for name in IN_FILES)}
+            unexpected_keys[:] = [key for key in unexpected_keys if key not in expected]
         if self._copied is not None:
             self._note_content()
         if isinstance(loaded := self._view, MackoWeight) and loaded.device.type != "meta":
             if self._options is not None:
                 self.reformat_()
-            elif held.is_layout and self.device.type in held.device_types:
-                with contextlib.suppress(ValueError):  # sparse11 does not hold every weight: it stays canonical
-                    self._hold(held.from_macko(loaded))
+            elif (again := before.laid_out_again(loaded)) is not loaded:
+                self._hold(again)
+
+    def _loaded(self, state: dict[str, Any], assigned: bool) -> tuple[PackedWeight | None, bool]:
+        """The weight of a state as the layer can hold it, None where it has none; and whether other tensors are its."""
+        held = self._view
+        if (dense := dense_in(state, held)) is not None:
+            return self._pack_loaded(dense, assigned), True
+        found = packed_in(state, held, (self.out_features, self.in_features))
+        if found is None:
+            return None, False
+        on_meta = "meta" in (self.device.type, found.device.type)
+        packed = found.materialized(None if on_meta else self.device)
+        if not assigned and packed.device.type == "meta" != self.device.type:
+            raise ValueError(_NO_CONTENT)
+        elsewhere = self.device.type not in packed.device_types
+        if not on_meta and (elsewhere or (not assigned and packed.dtype != self.dtype)):
+            packed = packed.to(self.device, self.dtype)
+        return packed, packed is not found
 
     def _pack_loaded(self, dense: Tensor, assigned: bool) -> PackedWeight:
         """The dense weight of a state_dict as this layer holds it, where files hold it dense."""
-        if not self._format.saved_dense:
-            raise ValueError("the state has a dense weight, and this layer is sparse: load it before sparsify_")
         if dense.shape != (self.out_features, self.in_features):
             wanted = [self.out_features, self.in_features]
             raise ValueError(f"size mismatch: the state has shape {list(dense.shape)}, the layer {wanted}")
         if dense.device.type == "meta":  # as a packed state there: without content
             if not assigned and self.device.type != "meta":
                 raise ValueError(_NO_CONTENT)
-            return self._view.blank("meta")
+            return self._view.empty_like("meta")
         target = dense.device if self.device.type == "meta" else self.device
-        return pack(dense.detach().to(target, dense.dtype if assigned else self.dtype), Options(self.format))
-
-    def _read(self, state_dict: dict[str, Any], prefix: str) -> PackedWeight | None:
-        """The validated packed weight of a state_dict, or None where it has nothing of one."""
-        format, sizes, names = self._said(state_dict, prefix)
-        tensors = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
-        if missing := [name for name in names if name not in tensors]:
-            if any(prefix + name in state_dict for name in (*names, *self._buffers)):  # or they went in as they are
-                raise ValueError(f"the state has no {', '.join(missing)} of its {format.format} weight")
-            if f"{prefix}weight" in state_dict:
-                raise ValueError(f"the state has an empty weight, and none of the tensors that {self.format} has")
-            return None
-        packed = format(**tensors, **sizes)  # type: ignore[arg-type]
-        if bad := {name: type(t).__name__ for name, t in tensors.items() if not isinstance(t, Tensor)}:
-            raise TypeError(f"expected tensors, got {bad}")
-        if packed.shape != (self.out_features, self.in_features):
-            raise ValueError(
-                f"size mismatch: the state has shape {list(packed.shape)}, the layer "
-                f"{[self.out_features, self.in_features]}"
-            )
-        if any(tensor.device.type != "meta" for tensor in tensors.values()):
-            packed.validate()
-        if isinstance(packed, Macko8Weight):
-            return (packed if "meta" in (self.device.type, packed.device.type) else packed.to(self.device)).held()
-        return packed
-
-    def _said(self, state_dict: dict[str, Any], prefix: str) -> tuple[type[PackedWeight], dict[str, int], list[str]]:
-        """What a state_dict's packed weight is: its format, sizes, and names of tensors.
-
-        By its _extra_state, or else, whatever this layer holds now, by the names of files; or as this layer itself.
-        """
-        extra = state_dict.get(f"{prefix}_extra_state")
-        # torch.distributed.checkpoint puts a placeholder where a file has none.
-        if extra is not None and type(extra).__name__ != "_EXTRA_STATE":
-            try:
-                return saved_as(json.loads(bytes(extra.reshape(-1).tolist())))
-            except (AttributeError, RecursionError, RuntimeError, TypeError, ValueError) as error:
-                raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
-        for kind in (EcWeight, SlideWeight):  # whose sizes do not follow from the tensors
-            if kind is not self._format and all(prefix + name in state_dict for name in kind.tensor_names):
-                raise ValueError(
-                    f"the state has a weight of format {kind.format} without the _extra_state that says its sizes, and "
-                    f"this layer holds {self.format}: load it with macko.load_model or from_pretrained"
-                )
-        there = {name: tensor for name in vars(_SAVED) if isinstance(tensor := state_dict.get(prefix + name), Tensor)}
-        files, own = MackoWeight.tensor_names, self._format.tensor_names
-        of_a_file = all(name in there for name in files)
-        if any(name in there for name in files) and (of_a_file or any(prefix + name not in state_dict for name in own)):
-            return saved_by_names(there, self.in_features, self._view)
-        return self._format, self._sizes, list(own)
+        return self._format.from_dense(dense.detach().to(target, dense.dtype if assigned else self.dtype))

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..choose.auto import Options, pack
-from ..weights.formats import ByteWeight, MackoWeight, PackedWeight
+from ..choose.auto import pack
+from ..choose.options import Options
+from ..weights import MackoWeight, PackedWeight
 from ..weights.shards import joined
-from .linear import HOOKS, SparseLinear, autocast_dtype, keeps_format, with_hooks
+from .linear import HOOKS, SparseLinear, autocast_dtype, with_hooks
 
 #: Names of siblings that get the same input in the models of transformers. Nothing else is merged unasked.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -77,20 +78,14 @@ class _Whole(SparseLinear):
 
     def rows_of(self, index: int) -> PackedWeight:
         """A sibling's rows, packed anew: in the canonical format, or in the whole's where that is not chosen."""
-        whole = self.packed
         stop = sum(self._part_rows[: index + 1])
-        start = stop - self._part_rows[index]
-        if isinstance(whole, ByteWeight):
-            return whole.part(0, start, stop)
-        rows = whole.to_dense()[start:stop]
-        return whole.from_dense(rows, **whole._options()) if keeps_format(whole) else MackoWeight.smallest(rows)
+        return self.packed.rows_anew(stop - self._part_rows[index], stop)
 
     def replace_part(self, index: int, weight: PackedWeight) -> None:
         """Packs the matrix anew, with other rows for a sibling. ValueError: the format does not hold it so."""
-        if isinstance(weight, ByteWeight):
-            weight = weight.to(self.device, self.dtype)
-        held = [self.rows_of(i) if i != index else weight for i in range(len(self._part_rows))]
-        self._hold(_pack_together(held, self._chosen, self.packed))
+        weight = weight.to(self.device, self.dtype)
+        siblings = [self.rows_of(i) if i != index else weight for i in range(len(self._part_rows))]
+        self._hold(_pack_together(siblings, self._chosen, self.packed))
 
 
 class MergedLinear(SparseLinear):
@@ -116,10 +111,6 @@ class MergedLinear(SparseLinear):
     @property
     def packed(self) -> PackedWeight:
         """This layer's rows, packed anew: in the canonical format, or in the whole's where that is not chosen."""
-        if self.device.type == "meta":
-            if isinstance(whole := self._whole.packed, ByteWeight):
-                return whole.on_meta(self.out_features, self.in_features, whole.kind, self.dtype)
-            return MackoWeight.zeros(self.out_features, self.in_features, self.dtype, "meta")
         return self._whole.rows_of(self._index)
 
     @property
@@ -146,7 +137,7 @@ class MergedLinear(SparseLinear):
     def split(self) -> SparseLinear:
         """The layer by itself, in the format of the whole or one chosen anew, with this layer's hooks."""
         options, packed = self._whole._chosen, self.packed
-        packed = pack(packed, options) if isinstance(packed, MackoWeight) else packed
+        packed = packed if packed.keeps_format else pack(packed.to_pack(), options)
         layer = SparseLinear.from_packed(packed, options=options).train(self.training)
         return with_hooks(layer, self)
 
@@ -167,10 +158,7 @@ class MergedLinear(SparseLinear):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if self.device.type == "meta" and self._whole.packed.saved_dense:
-            destination[f"{prefix}weight"] = self.weight
-        else:
-            SparseLinear.from_packed(self.packed)._save_to_state_dict(destination, prefix, keep_vars)
+        SparseLinear.from_packed(self.packed)._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         """As the layer by itself; then its rows of the matrix of all are packed anew."""
@@ -225,9 +213,7 @@ def merge_(model: nn.Module, siblings: Sequence[Sequence[str]] = SIBLINGS) -> li
                 layers: list[SparseLinear] = [layer for layer in found if _can_merge(layer)]  # type: ignore[misc]
                 if len(layers) < len(names) or any(places[id(layer)] > 1 for layer in layers):
                     continue
-                kinds = {
-                    (one._chosen, _byte_kind(one.packed), one.dtype, one.device, one.in_features) for one in layers
-                }
+                kinds = {(one._chosen, one.dtype, one.device, one.in_features) for one in layers}
                 if len(kinds) > 1:
                     continue
                 try:
@@ -250,22 +236,15 @@ def _split_at(parent: nn.Module, name: str) -> None:
 def _can_merge(layer: object) -> bool:
     if type(layer) is not SparseLinear or layer.bias is not None:
         return False
-    packed = layer.packed
-    known = isinstance(packed, (MackoWeight, ByteWeight)) or packed.is_layout or packed.saved_dense
-    if not known:
-        return False  # slide may hold quantised values, and is saved as it is
+    if not layer.packed.merges:
+        return False
     return "forward" not in vars(layer) and not any(vars(layer)[name] for name in HOOKS)
 
 
-def _byte_kind(packed: PackedWeight) -> int | None:
-    """Of values in 8 bits, which are not rounded again: parts of one kind are joined."""
-    return packed.kind if isinstance(packed, ByteWeight) else None
-
-
 def _merge(layers: list[SparseLinear], last: _Last) -> list[MergedLinear]:
-    first, held = layers[0], [layer.packed for layer in layers]
+    first, weights = layers[0], [layer.packed for layer in layers]
     options = first._chosen
-    packed = _pack_together(held, options, held[0])
+    packed = _pack_together(weights, options, weights[0])
     whole = _Whole.from_packed(packed, options=options).train(first.training)
     whole._part_rows, whole._last = tuple(layer.out_features for layer in layers), last
     return [MergedLinear(whole, index).train(layer.training) for index, layer in enumerate(layers)]
@@ -276,7 +255,7 @@ def _pack_together(parts: Sequence[PackedWeight], options: Options, like: Packed
     if (in_bytes := joined(parts, sum(part.rows for part in parts))) is not None:
         return in_bytes
     dense = torch.cat([part.to_dense().to(like.device, like.dtype) for part in parts])
-    return pack(dense if like.saved_dense else MackoWeight.smallest(dense), options)
+    return pack(like.as_source(dense), options)
 
 
 def split_(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.layers import FoundLinear
+from ..nn.find import FoundLinear
 from .calibrate import Call, at, blocks_of, by_block, gather, outputs_of, record, weights_in, with_hidden
 
 #: A layer's share of zeros is at most so far from that of the whole.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..nn.layers import FoundLinear
+from ..nn.find import FoundLinear
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Statistic = Callable[[Tensor], Tensor]

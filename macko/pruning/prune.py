@@ -17,19 +17,12 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..choose.auto import SPARSE11_LISTED, outside_table
-from ..nn.layers import (
-    IGNORED,
-    Filter,
-    FoundLinear,
-    LayerReport,
-    Report,
-    check_model,
-    density_of,
-    find_linears,
-    unpackable,
-)
+from ..choose.auto import SPARSE11_LISTED
+from ..choose.exponents import outside_table
+from ..choose.patterns import density_of
+from ..nn.find import IGNORED, Filter, FoundLinear, check_model, find_linears, unpackable
 from ..nn.linear import DTYPES, SparseLinear
+from ..nn.report import LayerReport, Report
 from .allocate import STRENGTHS, STRENGTHS_FITTED, allocate
 from .calibrate import calibrate, evaluating
 from .grids import Grid

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..nn.layers import Fit, FoundLinear
+from ..nn.find import FoundLinear
+from ..nn.report import Fit
 from .calibrate import Call, Reached, given_hidden, hidden_of, outputs_of, weights_in, with_hidden
 from .grids import Grid, nearest
 

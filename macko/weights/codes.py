@@ -1,4 +1,4 @@
-"""Values of 8 bits: codes, e4m3 or int8, times a float32 scale a row. What dense8 and sparse8 hold (macko.formats)."""
+"""Values of 8 bits: codes, e4m3 or int8, times a float32 scale a row. What dense8 and sparse8 hold (bytes.py)."""
 
 from __future__ import annotations
 

@@ -59,6 +59,7 @@ struct dense12 {
         uint32_t table[2];
     };
     static constexpr bool SAME_SIZE = true, SCALED = false;
+    static constexpr int STEPS = 1;
     static constexpr int BASE = 0, HALVES_TO = 0;
     static constexpr bool takes(macko_slab_many_shape shape) {
         return shape.tokens <= 128 || (shape.row_blocks < 3 && (shape.tokens <= 256 || shape.split_k > 1));

@@ -121,9 +121,6 @@ cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *
                                      macko_slab_totals *totals, cudaStream_t stream);
 /* The slabs of the dense w [m->rows, m->cols] into data. */
 cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_dense12_unpack_cuda(const macko_dense12_matrix *m, int64_t first, int64_t count, void *w,
-                                      cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

@@ -18,10 +18,13 @@ struct Dense12 {
     static constexpr auto histogram = MACKO_HERE(macko_dense12_histogram);
     static constexpr auto count = MACKO_HERE(macko_dense12_count);
     static constexpr auto write = MACKO_HERE(macko_dense12_write);
-    static constexpr auto unpack = MACKO_HERE(macko_dense12_unpack);
+#ifndef USE_CUDA
+    static constexpr auto unpack = macko_dense12_unpack_cpu;
+#endif
     static constexpr auto check = macko_dense12_check_cpu;
-    static constexpr int64_t portable_tokens = 0;
-
+    static int widest(const Matrix &m) {
+        return m.slab_units;
+    }
     static bool waits(const Matrix &m) {
         return m.cols > MACKO_DENSE12_FEW_COLS;
     }

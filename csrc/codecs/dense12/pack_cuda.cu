@@ -1,4 +1,4 @@
-// The dense12 layout from dense rows, and back, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows and
+// The dense12 layout from dense rows, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows and
 // 256 columns, in the order of dense12.h.
 #include "../../slab/slices.cuh"
 #include "dense12.h"
@@ -151,55 +151,6 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const uint16_t *w, int64_
     }
 }
 
-// A warp decodes tile after tile of its slice to shared memory, puts what is listed in its place, and stores rows.
-__global__ void __launch_bounds__(THREADS)
-    unpack_slabs(const macko_dense12_matrix m, int64_t first, int64_t stop, uint16_t *w) {
-    __shared__ __align__(16) uint16_t rooms[MACKO_SLAB_SLICES][SLICE_ROWS * DENSE_STRIDE];
-    slice_of from(m.cols);
-    from.row += first / MACKO_SLAB_ROWS * MACKO_SLAB_ROWS;
-    if (from.row >= stop || from.row + SLICE_ROWS <= first) return;
-    const int64_t slab_index = first / MACKO_SLAB_ROWS * macko_slabs_across(m.cols) + blockIdx.x;
-    const uint8_t *const slab = m.data + slab_index * m.slab_units * MACKO_SLAB_UNIT;
-    uint16_t *const room = rooms[from.slice];
-    const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
-    const int zeros = m.dtype == MACKO_F16 ? 3 : 0; // codec.cuh says what becomes of the sign
-    const uint32_t signs = 0x80808080u >> zeros;
-    const bool whole = aligned && from.row >= first && from.row + SLICE_ROWS <= stop;
-    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
-        const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
-        if (begin_col >= m.cols) return;
-        const int tile_slice = tile * MACKO_SLAB_SLICES + from.slice;
-        const uint4 *const chunks = (const uint4 *)(slab + tile_slice * MACKO_DENSE12_SLICE_BYTES) + from.lane;
-        const uint4 low = load_stream(chunks), more = load_stream(chunks + WARP),
-                    codes = load_stream(chunks + 2 * WARP);
-        const uint32_t lows[] = {low.x, low.y, low.z, low.w, more.x, more.y, more.z, more.w};
-        const uint32_t words[] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-        for (int step = 0; step < MACKO_DENSE12_STEPS; step++)
-#pragma unroll
-            for (int four = 0; four < 2; four++) { // the elements of a group
-                const uint32_t word = words[step], bytes = lows[2 * step + four];
-                const uint32_t highs = __byte_perm(m.table[0], m.table[1], word >> 16 * four & 0x7777) |
-                                       ((four ? word << (4 - zeros) : word >> zeros) & signs);
-                uint32_t *const to = (uint32_t *)(room + macko_slab_row(from.lane, 0) * DENSE_STRIDE +
-                                                  macko_slab_col(from.lane, 2 * step + four, 0));
-                to[0] = __byte_perm(bytes, highs, 0x5140) << zeros;
-                to[8 * DENSE_STRIDE / 2] = __byte_perm(bytes, highs, 0x7362) << zeros;
-            }
-        __syncwarp();
-        const uint32_t bounds = ((const uint32_t *)(slab + MACKO_DENSE12_BOUNDS_AT))[tile_slice];
-        for (uint32_t k = (bounds & 0xffff) + from.lane; k < bounds >> 16; k += WARP) {
-            const uint32_t entry = ((const uint32_t *)(slab + MACKO_DENSE12_LIST_AT))[k];
-            const int step = entry >> 8 & 3, lane = entry >> 3 & 31, i = entry & 7;
-            room[macko_slab_row(lane, i % MACKO_SLAB_QUAD) * DENSE_STRIDE +
-                 macko_slab_col(lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD)] = (uint16_t)(entry >> 16);
-        }
-        __syncwarp();
-        store_dense(room, from, begin_col, first, stop, m.cols, whole, w);
-        __syncwarp();
-    }
-}
-
 } // namespace
 
 cudaError_t macko_dense12_histogram_cuda(const macko_dense12_matrix *m, const void *w, int64_t counts[128],
@@ -226,9 +177,4 @@ cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *
         write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols, m->dtype,
                                                              {m->table[0], m->table[1]}, m->slab_units, data);
     return cudaGetLastError();
-}
-
-cudaError_t macko_dense12_unpack_cuda(const macko_dense12_matrix *m, int64_t first, int64_t count, void *w,
-                                      cudaStream_t stream) {
-    return launch_unpack(unpack_slabs, *m, first, count, w, stream);
 }

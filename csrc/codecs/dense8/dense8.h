@@ -62,9 +62,6 @@ int64_t macko_bad_scale_cpu(const float *scales, int64_t rows);
 
 /* The slabs of the codes w [m->rows, m->cols] into data. */
 cudaError_t macko_dense8_write_cuda(const macko_dense8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_dense8_unpack_cuda(const macko_dense8_matrix *m, int64_t first, int64_t count, void *w,
-                                     cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

@@ -12,10 +12,13 @@ struct Dense8 {
     using Matrix = macko_dense8_matrix;
     using Element = uint8_t;
     static constexpr auto write = MACKO_HERE(macko_dense8_write);
-    static constexpr auto unpack = MACKO_HERE(macko_dense8_unpack);
+#ifndef USE_CUDA
+    static constexpr auto unpack = macko_dense8_unpack_cpu;
+#endif
     static constexpr auto check = macko_dense8_check_cpu;
-    static constexpr int64_t portable_tokens = 0;
-
+    static int widest(const Matrix &) {
+        return MACKO_DENSE8_UNITS;
+    }
     static bool waits(const Matrix &) {
         return false;
     }

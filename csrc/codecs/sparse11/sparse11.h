@@ -152,9 +152,6 @@ cudaError_t macko_sparse11_count_cuda(const macko_sparse11_matrix *m, const void
 /* The slabs of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
 cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void *w, uint8_t *data,
                                       cudaStream_t stream);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_sparse11_unpack_cuda(const macko_sparse11_matrix *m, int64_t first, int64_t count, void *w,
-                                       cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

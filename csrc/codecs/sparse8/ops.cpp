@@ -13,10 +13,13 @@ struct Sparse8 {
     using Element = uint8_t;
     static constexpr auto count = MACKO_HERE(macko_sparse8_count);
     static constexpr auto write = MACKO_HERE(macko_sparse8_write);
-    static constexpr auto unpack = MACKO_HERE(macko_sparse8_unpack);
+#ifndef USE_CUDA
+    static constexpr auto unpack = macko_sparse8_unpack_cpu;
+#endif
     static constexpr auto check = macko_sparse8_check_cpu;
-    static constexpr int64_t portable_tokens = 0;
-
+    static int widest(const Matrix &m) {
+        return m.widest;
+    }
     static bool waits(const Matrix &) {
         return false;
     }

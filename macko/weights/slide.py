@@ -1,0 +1,199 @@
+"""SlideSparse's format: patterns (2n-2):2n for the 2:4 tensor cores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from .. import ops
+from .base import PackedWeight, Shape, not_held
+
+#: Types of a slide weight's values, by SlideWeight.element, and of its activations, by SlideWeight.source.
+SLIDE_ELEMENTS = ops.SLIDE_ELEMENTS
+SLIDE_SOURCES = (torch.float16, torch.bfloat16, torch.float32)
+#: Patterns (2n-2):2n by n.
+SLIDE_PATTERNS = {f"{2 * n - 2}:{2 * n}": n for n in range(2, 9)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlideWeight(PackedWeight):
+    """A weight of pattern (2n-2):2n for 2:4 tensor cores, or a dense one for the same kernel; csrc/slide/slide.h.
+
+    With 8-bit elements activations are quantised token by token, and `to_dense` gives the quantised weight.
+
+    Attributes:
+        tiles: [row_blocks, k_tiles, tile_bytes], uint8. scale: [rows], float32.
+        dense_tiles: the same weight packed dense as well, [row_blocks, k_tiles, tile_bytes]; empty: it is not held.
+        rows, cols: shape of the dense weight.
+        n: the pattern (2n-2):2n as which it is packed, 0 for dense.
+        element: index into SLIDE_ELEMENTS, the type of packed values.
+        source: index into SLIDE_SOURCES, the type of activations and outputs.
+        sparse_from, sparse_to: where dense_tiles are held, `tiles` run for this range of tokens, they for the others.
+    """
+
+    format: ClassVar[str] = "slide"
+    counts_of_pack: ClassVar[int] = 1  # non-zeros that pruning dropped
+    of_dense: ClassVar[bool] = True
+    merges: ClassVar[bool] = False  # its values may be quantised, and files hold it as it is
+    values_name: ClassVar[str] = "tiles"
+    limits: ClassVar[Mapping[str, Sequence[int]]] = {"n": (0, *range(2, 9)), "element": range(4), "source": range(3)}
+
+    tiles: Tensor
+    scale: Tensor
+    dense_tiles: Tensor
+    rows: int
+    cols: int
+    n: int
+    element: int
+    source: int
+    sparse_from: int = 0
+    sparse_to: int = 0
+
+    @staticmethod
+    def runs(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether there is a kernel that keeps weights of this dtype as they are: on the CPU and from sm_80 on.
+
+        Not where float8 products are made of half-precision ones: before sm_89, and on sm_100 to 110.
+        """
+        major, minor = (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+        has_float8 = (8, 9) <= (major, minor) < (10, 0) or major >= 12
+        return major >= 8 and dtype in SLIDE_ELEMENTS and (dtype != torch.float8_e4m3fn or has_float8)
+
+    @classmethod
+    def from_dense(
+        cls,
+        w: Tensor,
+        n: int = -1,
+        element: int = -1,
+        source: int = -1,
+        prune: bool = False,
+        sparse_from: int = 0,
+        sparse_to: int = 0,
+    ) -> Self:
+        """Packs w [rows, cols].
+
+        Args:
+            n: 2 to 8 for (2n-2):2n; 0 for dense; -1 for the sparsest pattern that w fits, or dense.
+            element: index into SLIDE_ELEMENTS; 16-bit ones have to be w's dtype; -1: w's dtype, which loses nothing.
+            source: type of activations; -1: w's dtype.
+            prune: whether groups with too many non-zeros lose the smallest.
+            sparse_from, sparse_to: tokens for which the pattern's kernel runs; for others a dense weight is held as
+                well. sparse_to = 0: the pattern's alone.
+
+        Raises:
+            ValueError: w does not fit the pattern: names the first row, group and count; or has 32 bits and is to stay.
+        """
+        if element < 0 and w.dtype not in SLIDE_ELEMENTS:
+            raise ValueError(f"the slide format holds int8, float8, float16 and bfloat16, the weight is {w.dtype}")
+        n = sparsest_pattern(w) if n < 0 else n
+        element = SLIDE_ELEMENTS.index(w.dtype) if element < 0 else element
+        with not_held("does not fit the pattern"):
+            tiles, scale, _ = ops.slide_pack(w, n, SLIDE_ELEMENTS[element], prune)
+        source = SLIDE_SOURCES.index(w.dtype) if source < 0 else source
+        dtype = SLIDE_ELEMENTS[element]
+        if sparse_to and n:
+            dense_tiles = ops.slide_pack(ops.slide_unpack(tiles, scale, w.shape[1], n, dtype), 0, dtype)[0]
+        else:
+            dense_tiles, sparse_from, sparse_to = tiles.new_empty(0, 0, 0), 0, 0
+        rows, cols = w.shape
+        return cls(tiles, scale, dense_tiles, rows, cols, n, element, source, sparse_from, sparse_to)
+
+    @classmethod
+    def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
+        n, element, *_ = options
+        size = SLIDE_ELEMENTS[element].itemsize
+        k_tiles = (ops.slide_depth(cols, n) * size + 255) // 256 * 2
+        tiles = (torch.uint8, (rows + 63) // 64, k_tiles, (4096 + 1024 // size) if n else 8192)
+        return [tiles, (torch.float32, rows), (torch.uint8, 0, 0, 0)]
+
+    def to_dense(self) -> Tensor:
+        """The dense [rows, cols] weight, as quantised."""
+        codes = super().to_dense()
+        return codes if self.element >= 2 else (codes.float() * self.scale[:, None]).to(self.dtype)
+
+    @property
+    def label(self) -> str:
+        """As "slide 6:8 int8"; where both are held "slide 6:8 int8, dense under 8 and over 64 tokens"."""
+        pattern = f"{2 * self.n - 2}:{2 * self.n}" if self.n else "dense"
+        text = f"slide {pattern} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
+        if not self.sparse_to:
+            return text
+        ends = [f"under {self.sparse_from}"] if self.sparse_from > 1 else []
+        ends += [f"over {self.sparse_to}"] if self.sparse_to < 2**31 - 1 else []
+        return f"{text}, dense {' and '.join(ends)} tokens"
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same weight elsewhere. Of an 8-bit one dtype changes the activations only."""
+        device = self.device if device is None else torch.device(device)
+        if dtype in (None, self.dtype) or self.element < 2:
+            source = SLIDE_SOURCES.index(dtype or self.dtype)
+            moved = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+            return self.replace(**moved, source=source)
+        element = SLIDE_ELEMENTS.index(dtype) if dtype in SLIDE_ELEMENTS else -1
+        if element < 2:
+            raise TypeError(f"a slide weight of 16-bit values cannot become {dtype}")
+        dense = self.to_dense().to(device, dtype)
+        return self.from_dense(dense, self.n, element, sparse_from=self.sparse_from, sparse_to=self.sparse_to)
+
+    def validate(self) -> None:
+        """Checks that this is what packing its own values gives.
+
+        Raises:
+            ValueError: it is not; names the first tile that differs.
+        """
+        if reason := self._guarded(self._other):
+            self._refuse(reason)
+
+    def _other(self) -> str:
+        """What is not as packing its own values gives it, or nothing."""
+        codes = super().to_dense()  # refuses tensors of another dtype or shape
+        kind = codes.dtype
+        if self.element >= 2 and kind != self.dtype:
+            return f"its values are {kind}, its activations {self.dtype}"
+        if codes.shape != self.shape:
+            return f"scale has shape {list(self.scale.shape)}, expected [{self.rows}]"
+        if self.element >= 2 and bool((self.scale != 1).any()):
+            return "scale is not 1, but its values are not quantised"
+        if bool((self.scale < 0).any()):
+            return f"the scale of row {int((self.scale < 0).nonzero()[0])} is negative"
+        again = ops.slide_pack(codes, self.n, kind)[0]
+        if not torch.equal(again, self.tiles):
+            block, tile = (again != self.tiles).any(2).nonzero()[0].tolist()
+            return f"row block {block}, tile {tile} is not what packing its values gives"
+        dense = ops.slide_pack(codes, 0, kind)[0] if self.sparse_to else self.tiles.new_empty(0, 0, 0)
+        held = self.dense_tiles
+        if held.dtype != dense.dtype or not held.is_contiguous() or not torch.equal(dense, held):
+            return "dense_tiles is not the same weight"
+        if self.sparse_from > self.sparse_to:
+            return f"its range of tokens is {self.sparse_from} to {self.sparse_to}"
+        return ""
+
+    def _cut(self, dim: int, start: int, stop: int) -> PackedWeight:
+        raise ValueError(f"a weight of format {self.label} cannot be cut: pack each shard of the dense one")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return SLIDE_SOURCES[self.source]
+
+    @property
+    def stored(self) -> int:
+        """Values held, zeros that fill windows among them."""
+        blocks, k_tiles, _ = self.tiles.shape
+        return blocks * k_tiles * (4096 if self.n else 8192) // SLIDE_ELEMENTS[self.element].itemsize
+
+    def _values(self) -> Tensor:
+        return super().to_dense().float()
+
+
+def sparsest_pattern(w: Tensor) -> int:
+    """The smallest n for which w [rows, cols] is of pattern (2n-2):2n, or 0."""
+    for n in SLIDE_PATTERNS.values():
+        nonzero = torch.nn.functional.pad(w != 0, (0, -w.shape[1] % (2 * n)))
+        if not w.numel() or int(nonzero.view(w.shape[0], -1, 2 * n).sum(-1).amax()) <= 2 * n - 2:
+            return n
+    return 0

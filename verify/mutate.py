@@ -1,0 +1,298 @@
+"""Do the tests notice? Plants one fault at a time into a copy of the source and runs the quick tests of its subject.
+
+    python -m verify.mutate [--only TEXT] [--out FILE]
+
+A fault is in CPU code or Python; where it is in C the CPU library is built again. Caught: a test fails, crashes, or
+runs for over two minutes. Prints a table; the exit code is 1 where a fault survives, and 2 where the tests fail without
+one, or a fault's text is not there just once or does not compile. `make mutants` runs all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = Path("macko/_C.abi3.so")
+TIMEOUT_S = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """`old`, which is in `file` once, becomes `new`; `tests` are files, or names within them."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+FAULTS = (
+    Fault("scalar product reads one column too far", "csrc/macko/spmv_cpu.c", "if (next > c->m->cols) return -1;",
+          "if (next > c->m->cols + 1) return -1;", "tests/test_macko.py"),
+    Fault("AVX2 product reads one column too far", "csrc/macko/spmv_cpu.c",
+          "if (next > m->cols) return 0;\n/* Place", "if (next > m->cols + 1) return 0;\n/* Place",
+          "tests/test_macko.py"),
+    Fault("AVX-512 product reads one column too far", "csrc/macko/spmv_cpu.c", "if (behind > m->cols) return -1;",
+          "if (behind > m->cols + 1) return -1;", "tests/test_macko.py"),
+    Fault("a product is rounded before the bias, and behind it", "csrc/macko/spmv_cpu.c",
+          "macko_store(y, m->dtype, row, bias ? sum + macko_load(bias, m->dtype, row) : sum);",
+          "macko_store(y, m->dtype, row, sum); "
+          "if (bias) macko_store(y, m->dtype, row, macko_load(y, m->dtype, row) + macko_load(bias, m->dtype, row));",
+          "tests/test_rounding.py::test_a_bias_is_added_before_the_only_rounding"),
+    Fault("the longest run has an explicit zero", "csrc/macko/pack_cpu.c", "for (; at - r->next > delta_max;",
+          "for (; at - r->next >= delta_max;", "tests/test_macko.py"),
+    Fault("unpacking forgets the zeros behind the last group", "csrc/macko/pack_cpu.c",
+          "memset(w + at.next * size, 0, (size_t)((m->cols - at.next) * size));",
+          "memset(w + at.next * size, 0, (size_t)((m->cols - at.next) * size) / 2);", "tests/test_macko.py"),
+    Fault("a share may have half slabs of two tiles of which a block has none", "csrc/slab/many_plan.c",
+          "if (s->split_k > 1 && left == 1 && count == 2) return false;", "",
+          "tests/kernels/test_tile.py::test_plans_cover_every_half_slab_once_and_wait_for_nobody_later"),
+    Fault("split tiles are thought to cost no more beyond L2", "csrc/slab/many_plan.c", "over ? 105 + over / 2 : 102",
+          "102", "tests/kernels/test_tile.py::test_tiles_are_split_only_where_it_pays_beyond_l2"),
+    Fault("what is given comes before whole tiles", "csrc/slab/schedule.h", "const bool whole = half < share->whole;",
+          "const bool whole = half >= share->half_slabs - share->whole;",
+          "tests/kernels/test_tile.py::test_plans_cover_every_half_slab_once_and_wait_for_nobody_later"),
+    Fault("ec's product loses the bias", "contrib/ec/spmv_cpu.c", "bias ? sum + macko_load(bias, m->dtype, row) : sum",
+          "sum", "tests/test_ec.py"),
+    Fault("ec: the last piece of a row replaces the others", "contrib/ec/spmv_cpu.c",
+          "row_sums[row - first_row] += sum;", "row_sums[row - first_row] = sum;", "tests/test_ec.py"),
+    Fault("ec's check takes a row of another tile", "contrib/ec/pack_cpu.c",
+          "row >= num_rows || seen[row]", "row > num_rows || seen[row]", "tests/test_ec.py"),
+    Fault("ec's check takes a first delta that is not zero", "contrib/ec/pack_cpu.c",
+          "i < bit + set->delta_bits; i++", "i < bit + set->delta_bits - 1; i++", "tests/test_ec.py"),
+    Fault("bitmap's check takes rows into the padding", "csrc/bitmap/pack_cpu.c",
+          "if (stop < start || stop > m->capacity - MACKO_BITMAP_PAD)", "if (stop < start || stop > m->capacity)",
+          "tests/test_bitmap.py"),
+    Fault("bitmap's check takes too few bits", "csrc/bitmap/pack_cpu.c", "if (count != stop - start)",
+          "if (count > stop - start)", "tests/test_bitmap.py"),
+    Fault("bitmap's check leaves out the last value of the padding", "csrc/bitmap/pack_cpu.c",
+          "byte < m->capacity * size", "byte < (m->capacity - 1) * size", "tests/test_bitmap.py"),
+    Fault("tile's check takes a stored zero", "csrc/codecs/tile/pack_cpu.c", "filled ? !(value & (SIGN - 1)) : value",
+          "!filled && value", "tests/kernels/test_slabs.py::test_validate_names_what_is_wrong"),
+    Fault("tile's check takes a row behind the last one", "csrc/codecs/tile/pack_cpu.c",
+          "if (row + macko_tile_row(lane, bit / 8) < m->rows", "if (row + macko_tile_row(lane, bit / 8) <= m->rows",
+          "tests/kernels/test_tile.py"),
+    Fault("the table of codes forgets which of equal ones is lower", "csrc/slab/table.c", "counts[high] > (commonest",
+          "counts[high] >= (commonest",
+          "tests/kernels/test_slabs.py::test_the_table_has_the_commonest_and_of_equal_ones_the_lower"),
+    Fault("dense12's check takes an entry twice", "csrc/codecs/dense12/pack_cpu.c", "int bad = place <= before",
+          "int bad = place < before", "tests/kernels/test_slabs.py::test_validate_names_what_is_wrong"),
+    Fault("dense12's check takes a part behind the slab", "csrc/codecs/dense12/pack_cpu.c",
+          "|| bounds >> 16 > room", "", "tests/kernels/test_slabs.py::test_validate_names_what_is_wrong"),
+    Fault("dense12 is saved packed", "macko/nn/linear.py", "        if held.saved_dense:\n", "        if False:\n",
+          "tests/test_compress.py"),
+    Fault("dense8 takes the first row's scale", "csrc/codecs/dense8/pack_cpu.c", "m->scales[at.row]", "m->scales[0]",
+          "tests/kernels/test_slabs.py::test_bytes_and_round_trip_of_every_shape"),
+    Fault("sparse8's check takes a zero", "csrc/codecs/sparse8/pack_cpu.c",
+          "!macko_byte_is_zero(m->kind, code) && ", "",
+          "tests/kernels/test_slabs.py::test_validate_names_what_is_wrong"),
+    Fault("8 bits are rounded anew where a layer moves", "macko/nn/linear.py",
+          "not packed.is_layout and not isinstance(packed, MackoWeight)\n",
+          "not packed.is_layout and not isinstance(packed, MackoWeight | ByteWeight)\n", "tests/test_eight.py"),
+    Fault("slide's bias is taken off", "csrc/slide/gemm_cpu.c", "scaled, bias_at(args, row + r)",
+          "scaled, -bias_at(args, row + r)", "tests/test_slide.py"),
+    Fault("slide's tokens have the scale of the first", "csrc/slide/gemm_cpu.c", "args->token_scale[token]",
+          "args->token_scale[0]", "tests/test_slide.py"),
+    Fault("tile's kernel for few tokens gets 65", "csrc/torch/path.h", "tokens > macko_few_tokens(w)",
+          "tokens > macko_few_tokens(w) + 1", "tests/test_path.py"),
+    Fault("a share that ends with a row block has the next one too", "csrc/slab/few_plan.h",
+          "last + 1) < (nth + 1)", "last + 1) <= (nth + 1)", "tests/kernels/test_tile.py"),
+    Fault("a knob is known by the beginning of its key", "csrc/core/knobs.c", " || KNOBS[id].key[key_length]", "",
+          "tests/test_path.py"),
+    Fault("a sibling called twice gets the same tensor", "macko/nn/merge.py", " or index in held[4]:", ":",
+          "tests/test_merge.py"),
+    Fault("a merged layer takes a bias that it does not add", "macko/nn/merge.py",
+          'if name == "bias" and param is not None:', "if False:", "tests/test_merge.py"),
+    Fault("scales of 8 bits are of the default dtype", "macko/weights/codes.py",
+          "torch.empty(len(w), dtype=torch.float32,",
+          "torch.empty(len(w),", "tests/test_linear.py"),
+    Fault("siblings share a product of another input", "macko/nn/merge.py", " or held[1] is not x", "",
+          "tests/test_merge.py"),
+    Fault("layers with a bias are merged, and lose it", "macko/nn/merge.py",
+          "type(layer) is not SparseLinear or layer.bias is not None", "type(layer) is not SparseLinear",
+          "tests/test_merge.py"),
+    Fault("sparsegpt corrects with the wrong sign", "macko/pruning/prune.py", "w[:, stop:] -= errors",
+          "w[:, stop:] += errors", "tests/test_prune.py"),
+    Fault("of equal scores one too few is pruned", "macko/pruning/prune.py", "dtype=torch.int32) <= left",
+          "dtype=torch.int32) < left", "tests/test_prune.py"),
+    Fault("n:m keeps m - n", "macko/pruning/prune.py", "order[:, : m - n]", "order[:, :n]", "tests/test_prune.py"),
+    Fault("wanda without the root", "macko/pruning/prune.py", "seen.sqrt()", "seen", "tests/test_prune.py"),
+    Fault("a fit that is worse is taken", "macko/pruning/reconstruct.py", "(after := self._whole() / energy) < before:",
+          "(after := self._whole() / energy) >= 0:",
+          "tests/test_reconstruct.py::test_what_fits_worse_is_not_taken"),
+    Fault("the dense model's inputs are the pruned one's", "macko/pruning/reconstruct.py", "self._hidden = made",
+          "self._hidden = None",
+          "tests/test_reconstruct.py::test_targets_are_the_dense_models_and_inputs_the_pruned_ones"),
+    Fault("zeros beyond a layer's bound", "macko/pruning/allocate.py", "more = min(left, end - found[name])",
+          "more = left",
+          "tests/test_reconstruct.py::test_an_allocation_by_hand"),
+    Fault("rounding fills zeros", "macko/pruning/prune.py", "& (share == 0)", "& (share < 0)",
+          "tests/test_evaluate.py::test_rounding_in_sparsegpts_order_beats_rounding_behind_it"),
+    Fault("a layer's bias is lost", "macko/nn/linear.py", "self._header, bias)", "self._header, None)",
+          "tests/test_linear.py"),
+    Fault("load_state_dict does not validate", "macko/nn/linear.py", "            packed.validate()\n",
+          "            pass\n", "tests/test_linear.py"),
+    Fault("no cast under autocast", "macko/nn/linear.py", "return multiply(input.to(self.dtype), tensors",
+          "return multiply(input, tensors", "tests/test_linear.py"),
+    Fault("what comes under autocast has the layer's dtype", "macko/nn/linear.py",
+          "return multiply(input.to(self.dtype), tensors, self._header, added).to(dtype)",
+          "return multiply(input.to(self.dtype), tensors, self._header, added)", "tests/test_linear.py"),
+    Fault("a file of the next version is read", "macko/files.py", "if version > VERSION:",
+          "if version > VERSION + 1:", "tests/test_files.py"),
+    Fault("a packed layer of a file is not validated", "macko/files.py", "            weight.validate()\n", "",
+          "tests/test_files.py"),
+    Fault("a shard's first gap is another row's, within a byte", "macko/weights/shards.py",
+          "[first % in_byte :]", "[:]",
+          "tests/test_shards.py"),
+    Fault("parts of fp8 and int8 are joined", "macko/weights/shards.py", "if len(ways) > 1:", "if False:",
+          "tests/test_shards.py"),
+    Fault("a GPU without wgmma is judged by tile's times of another", "macko/choose/auto.py",
+          "not known.measured and not runs_wgmma(device)", "False", "tests/test_tune.py"),
+    Fault("a table's own times of sparse11 count", "macko/choose/times.py", '"bitmap", "sell"',
+          '"bitmap", "sparse11", "sell"', "tests/test_tune.py"),
+    Fault("a GPU has the times of the memory that is farthest", "macko/choose/times.py", "table = min(known, key=",
+          "table = max(known, key=", "tests/test_tune.py"),
+    Fault("what has no gradients does not say so", "macko/ops.py",
+          "tensor.requires_grad for tensor", "False for tensor", "tests/test_formats.py"),
+    Fault("ignore= takes full names only", "macko/nn/find.py", 'p in (n, n.rpartition(".")[2])', "p == n",
+          "tests/test_convert.py tests/test_prune.py"),
+    Fault("a tied layer's copy is counted by itself", "macko/nn/convert.py",
+          "shorter.bytes_after += shorter.bytes_before", "pass", "tests/test_compress.py"),
+    Fault("exact values where tile is faster", "macko/choose/auto.py", "(gain or 1) >= SPARSE11_GAIN",
+          "(gain or 1) >= 0", "tests/test_sparse11.py"),
+    Fault("zeros count as values outside of the table", "macko/choose/exponents.py",
+          "int(counts.sum()) - (zeros if signed else 0)", "int(counts.sum())",
+          "tests/test_inspect.py"),
+    Fault("the yardstick grows with the columns", "macko/measure/reference.py",
+          "always, random = cols + 2, deviations * math.sqrt(cols + 2)", "always = random = cols + 2",
+          "tests/test_reference.py"),
+    Fault("of few rows a layout may fill up dense's bytes", "macko/choose/auto.py",
+          "0 if weight.rows < FEW_ROWS else 1 if many", "1 if many", "tests/test_tune.py"),
+    Fault("transformers joins packed layers", "macko/integrations/saving.py",
+          "if (own := _own_names(model, state_dict)) is None:", "if (own := None) is None:",
+          "tests/test_transformers.py::test_layers_that_files_hold_as_one_tensor"),
+    Fault("where the first of fused layers stays dense all do", "macko/integrations/transformers.py",
+          'return packed or (key == "weight" and self._starts_a_group(param_name))', "return packed",
+          "tests/test_transformers.py::test_one_of_the_layers_that_files_hold_as_one_is_left_dense"),
+    Fault("a layer that no file has is random", "macko/integrations/transformers.py",
+          "if not _starts_anew(model, name)]", "if not name]",
+          "tests/test_transformers.py::test_a_layer_that_no_file_has_is_refused"),
+    Fault("float32 that transformers keeps is cast", "macko/integrations/transformers.py",
+          'if re.search(pattern.replace("*", ".*"), name):', "if False:",
+          "tests/test_transformers.py::test_float32_that_transformers_keeps"),
+    Fault("a classifier is packed by default", "macko/nn/find.py", "elif id(layer.module) in heads:", "elif False:",
+          "tests/test_transformers.py::test_output_heads_stay_dense_and_unpruned"),
+)  # fmt: skip
+
+
+class PlanError(Exception):
+    """The faults or the tests are not what this file says."""
+
+
+def run(command: list[str], copy: Path, timeout_s: int = TIMEOUT_S) -> tuple[int | None, str]:
+    """Exit status, None where it ran too long, and the output."""
+    env = {**os.environ, "MACKO_CUDA": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=copy, env=env, capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stdout + done.stderr
+
+
+def build(copy: Path) -> None:
+    status, output = run(["setup.py", "--quiet", "build_ext", "--inplace"], copy, 5 * TIMEOUT_S)
+    if status != 0:
+        raise PlanError(f"it does not compile:\n{output[-2000:]}")
+
+
+def test(tests: str, copy: Path) -> tuple[int | None, str]:
+    marks = "not gpu" if "::" in tests else "not slow and not gpu"  # a test that is named may be slow
+    options = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+    return run(["-m", "pytest", *tests.split(), *options], copy)
+
+
+def caught_by(fault: Fault, copy: Path) -> str:
+    """The test that fails with it, or nothing. The copy is clean again behind it."""
+    path = copy / fault.file
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        raise PlanError(f"{fault.file} has {fault.old!r} {text.count(fault.old)} times, expected once")
+    native = fault.file.startswith(("csrc/", "contrib/"))
+    clean = (copy / LIBRARY).read_bytes() if native else b""
+    path.write_text(text.replace(fault.old, fault.new))
+    try:
+        if native:
+            build(copy)
+        status, output = test(fault.tests, copy)
+    finally:
+        path.write_text(text)
+        if native:
+            (copy / LIBRARY).unlink(missing_ok=True)  # a new file: the old one may be mapped
+            (copy / LIBRARY).write_bytes(clean)
+    if status in (4, 5):
+        raise PlanError(f"{fault.tests}: no such tests:\n{output[-2000:]}")
+    if status is None:
+        return f"over {TIMEOUT_S} s"
+    found = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line.partition(" - ")[0] for line in found]
+    return "" if status == 0 else failed[0] if failed else f"exit status {status}"
+
+
+def copy_source(copy: Path) -> None:
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in names.splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="TEXT", default="", help="faults that have it in what they are, or where")
+    parser.add_argument("--out", metavar="FILE", help="append a line of JSON, once all have run")
+    args = parser.parse_args()
+    faults = [fault for fault in FAULTS if args.only in f"{fault.what} {fault.file}"]
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    survivors: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        copy_source(copy)
+        try:
+            build(copy)
+            for tests in dict.fromkeys(name for fault in faults for name in fault.tests.split()):
+                status, output = test(tests, copy)
+                if status != 0:
+                    raise PlanError(f"{tests} fails without a fault:\n{output[-2000:]}")
+            for number, fault in enumerate(faults, 1):
+                start = time.monotonic()
+                catcher = caught_by(fault, copy)
+                if not catcher:
+                    survivors.append(fault.what)
+                took = f"{time.monotonic() - start:4.0f} s"
+                print(f"{number:2} {took}  {fault.file}: {fault.what}: {catcher or 'SURVIVES'}", flush=True)
+        except PlanError as error:
+            print(f"verify/mutate.py: {error}", file=sys.stderr)
+            return 2
+    print(f"{len(faults) - len(survivors)} of {len(faults)} caught")
+    if args.out and len(faults) == len(FAULTS):
+        line = {"commit": commit, "what": "mutants", "faults": len(faults), "survivors": survivors}
+        with open(args.out, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -88,9 +88,10 @@ GEMM_SIZES = (
     *("128x320x1", "128x320x2", "128x256x1", "128x256x2", "128x192x1", "128x192x2", "192x192x1", "192x192x2"),
     *("128x160x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2"),
 )
-#: tile in each way to run many tokens, where it fits (else as it chooses).
+#: Each way to run many tokens, where it fits (else as the plan chooses).
 VARIANTS |= {
-    f"tile_{size}x{split}": (TileWeight, f"tile_gemm={size}x{split}", range(33, 1 << 30))
+    f"{kind.format}_{size}x{split}": (kind, f"tile_gemm={size}x{split}", range(33, 1 << 30))
+    for kind in (TileWeight, Dense12Weight, Sparse11Weight)
     for size in GEMM_SIZES
     for split in range(3)
 }

@@ -80,10 +80,11 @@ def test_the_environment_is_read() -> None:
 
 # Which kernel multiplies.
 
-PATHS = ("spmv", "spmm", "few", "many", "dense rows")
+PATHS = ("spmv", "spmm", "few", "many", "ring", "dense rows")
 ROOM = """
 #include "codecs/dense12/dense12.h"
 #include "codecs/tile/tile.h"
+#include "slab/ring_plan.h"
 #include "torch/path.h"
 typedef struct weight {
     int dtype, in_parts;
@@ -100,7 +101,7 @@ int path(int layout, const weight *w, int64_t tokens, const int *device, int64_t
     case 1: return macko_bitmap_path(w->cols, tokens, on);
     case 2: return macko_sell_path(w->rows, w->cols, w->bytes, tokens, on);
     case 4: return macko_ec_path(tokens);
-    default: return macko_slab_path(w->rows, w->cols, few, is_tile ? MACKO_TILE_MMA_TOKENS : 0, tokens, on);
+    default: return macko_slab_path(w->rows, w->cols, few, macko_ring_tokens_of(device[3]), tokens, on);
     }
 }
 """
@@ -119,7 +120,9 @@ class Weight(ctypes.Structure):
 
 Room = Callable[..., Paths]
 F16, BF16, F32 = range(3)
-CPU, OLD_CPU, HOPPER, OTHER_GPU = (0, 0, 1), (0, 0, 0), (1, 1, 0), (1, 0, 0)
+#: Whether it is a GPU, has wgmma, has vectors; the major number of its compute capability.
+CPU, OLD_CPU, HOPPER, OTHER_GPU = (0, 0, 1, 0), (0, 0, 0, 0), (1, 1, 0, 9), (1, 0, 0, 8)
+HOPPER_BY_RINGS = (1, 0, 0, 9)  # MACKO_COPY=cp_async
 DEVICES = {CPU: "CPU", OLD_CPU: "old CPU", HOPPER: "9.0", OTHER_GPU: "other GPU"}
 END = 2**31
 
@@ -137,7 +140,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
 
     def paths(
         layout: str,
-        device: tuple[int, int, int],
+        device: tuple[int, ...],
         rows: int = 4096,
         cols: int = 4096,
         held: int = 0,
@@ -146,7 +149,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
         in_parts: bool = False,
     ) -> Paths:
         weight = Weight(dtype, in_parts, rows, cols, held)
-        on = (ctypes.c_int * 3)(*device)
+        on = (ctypes.c_int * 4)(*device)
         found: Paths = {}
         for tokens in (*range(1100), 10**6, END - 1, END):
             about = ctypes.byref(weight), ctypes.c_int64(tokens), on, ctypes.c_int64(limit)
@@ -159,7 +162,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=DEVICES.get)
-def test_canonical_multiplies_one_token_and_on_a_cpu_a_few(room: Room, device: tuple[int, int, int]) -> None:
+def test_canonical_multiplies_one_token_and_on_a_cpu_a_few(room: Room, device: tuple[int, ...]) -> None:
     half, tenth = 4096 * 4096 // 2, 4096 * 4096 // 10
     for dtype, held, last in (
         *((F16, half, 20), (F16, tenth, 20), (BF16, half, 2), (BF16, tenth, 5), (F32, half, 4), (F32, tenth, 9)),
@@ -181,7 +184,7 @@ def test_bitmap_turns_x_from_five_tokens_on_where_there_are_vectors(room: Room) 
 
 
 @pytest.mark.parametrize("device", [HOPPER, OTHER_GPU], ids=DEVICES.get)
-def test_sell_streams_as_long_as_dense_rows_take_longer(room: Room, device: tuple[int, int, int]) -> None:
+def test_sell_streams_as_long_as_dense_rows_take_longer(room: Room, device: tuple[int, ...]) -> None:
     """By the bytes held a byte of dense: those of density 0.5, 0.3 and 0.1, which are 0.66, 0.4 and 0.16."""
     for rows, cols, held, last in (
         *((4096, 4096, 0.66, 8), (4096, 4096, 0.4, 8), (4096, 4096, 0.16, 24), (4096, 4096, 0, 64)),
@@ -200,37 +203,41 @@ def test_tile_has_a_kernel_for_few_and_one_for_many(room: Room) -> None:
     assert room("tile", HOPPER, rows=4097) == {0: "few", 33: "many", END: "dense rows"}
     assert room("tile", HOPPER, held=22528) == room("tile", HOPPER) != room("tile", HOPPER, held=22529)
     assert room("tile", HOPPER, held=22529) == room("tile", HOPPER, rows=4097)
-    assert room("tile", OTHER_GPU) == {0: "few", 513: "dense rows"}
+    assert room("tile", OTHER_GPU) == {0: "ring", 513: "dense rows"}
+    assert room("tile", HOPPER_BY_RINGS) == {0: "ring", 193: "dense rows"}
     assert room("tile", HOPPER, rows=0) == {0: "few", END: "dense rows"}
     assert room("tile", CPU) == room("tile", HOPPER, cols=0) == {0: "dense rows"}
-    assert room("tile", HOPPER, limit=0) == room("tile", OTHER_GPU, limit=0) == {0: "few", 1: "dense rows"}
+    assert room("tile", HOPPER, limit=0) == {0: "few", 1: "dense rows"}
+    assert room("tile", OTHER_GPU, limit=0) == {0: "ring", 1: "dense rows"}
     assert room("tile", HOPPER, limit=100) == {0: "few", 65: "many", 101: "dense rows"}
-    assert room("tile", OTHER_GPU, limit=1000) == {0: "few", 1001: "dense rows"}
+    assert room("tile", OTHER_GPU, limit=1000) == {0: "ring", 1001: "dense rows"}
 
 
 def test_the_kernel_for_few_has_no_registers_for_parts_of_64_tokens(room: Room) -> None:
     for layout in ("tile", "sparse11", "dense12", "dense8", "sparse8"):
         assert room(layout, HOPPER, in_parts=True) == {0: "few", 33: "many", END: "dense rows"}
-    assert room("tile", OTHER_GPU, in_parts=True) == {0: "few", 513: "dense rows"}
+        assert room(layout, OTHER_GPU, in_parts=True) == {0: "ring", 513: "dense rows"}
 
 
 @pytest.mark.parametrize("name", ["sparse11", "dense8", "sparse8"])
-def test_layouts_of_bytes_have_them_with_wgmma_alone(room: Room, name: str) -> None:
+def test_codecs_of_bytes_have_them_too(room: Room, name: str) -> None:
     assert room(name, HOPPER) == room(name, HOPPER, cols=4097) == {0: "few", 65: "many", END: "dense rows"}
     assert room(name, HOPPER, held=30_000) == room(name, HOPPER)
     assert room(name, HOPPER, rows=4097) == {0: "few", 33: "many", END: "dense rows"}
-    assert room(name, CPU) == room(name, OTHER_GPU) == room(name, HOPPER, cols=0) == {0: "dense rows"}
+    assert room(name, CPU) == room(name, HOPPER, cols=0) == {0: "dense rows"}
+    assert room(name, OTHER_GPU) == room("tile", OTHER_GPU)
 
 
-def test_dense12_has_them_with_wgmma_alone(room: Room) -> None:
+def test_dense12_has_them_too(room: Room) -> None:
     assert room("dense12", HOPPER) == {0: "few", 65: "many", END: "dense rows"}
     assert room("dense12", HOPPER, cols=4097) == {0: "few", 33: "many", END: "dense rows"}
     assert room("dense12", HOPPER, rows=0) == {0: "few", END: "dense rows"}
-    assert room("dense12", CPU) == room("dense12", OTHER_GPU) == room("dense12", HOPPER, cols=0) == {0: "dense rows"}
+    assert room("dense12", CPU) == room("dense12", HOPPER, cols=0) == {0: "dense rows"}
+    assert room("dense12", OTHER_GPU) == room("tile", OTHER_GPU)
     assert room("dense12", HOPPER, limit=0) == {0: "few", 1: "dense rows"}
     assert room("dense12", HOPPER, limit=100) == {0: "few", 65: "many", 101: "dense rows"}
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=DEVICES.get)
-def test_ec_is_alike_everywhere(room: Room, device: tuple[int, int, int]) -> None:
+def test_ec_is_alike_everywhere(room: Room, device: tuple[int, ...]) -> None:
     assert room("ec", device) == {0: "dense rows", 1: "spmv", 2: "dense rows"}

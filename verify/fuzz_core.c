@@ -80,10 +80,10 @@ static int64_t edge(int64_t near) {
 static int change_list(input *in) {
     if (in->h.kind != DENSE12 || in->h.extra < macko_dense12_units(0) || in->h.extra > MACKO_DENSE12_MOST_UNITS)
         return 0;
-    const int64_t size = in->h.extra * MACKO_SLAB_UNIT, words = (size - MACKO_DENSE12_PARTS_AT) / 4;
+    const int64_t size = in->h.extra * MACKO_SLAB_UNIT, words = (size - MACKO_DENSE12_BOUNDS_AT) / 4;
     if (in->h.bytes[0] < size) return 0;
-    uint8_t *at = in->arrays[0] + below(in->h.bytes[0] / size) * size + MACKO_DENSE12_PARTS_AT;
-    at += 4 * below(below(2) ? MACKO_DENSE12_PARTS : words);
+    uint8_t *at = in->arrays[0] + below(in->h.bytes[0] / size) * size + MACKO_DENSE12_BOUNDS_AT;
+    at += 4 * below(below(2) ? MACKO_SLAB_TILE_SLICES : words);
     uint32_t word;
     if (!below(4)) { /* that of the one before it, once more */
         memcpy(at, at - 4, 4);

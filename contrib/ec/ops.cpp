@@ -489,7 +489,8 @@ Tensor linear_by_tiles(const macko_ec_matrix &m, const Tensor &values, const Ten
             macko_ec_unpack_cpu(&m, tile + begin, tile + end, reinterpret_cast<void *>(first_row));
         });
         Tensor to = torch::stable::narrow(y, 1, row, count);
-        torch::stable::copy_(to, dense_linear(x, torch::stable::narrow(block, 0, 0, count), part_of(bias, row, count)));
+        torch::stable::copy_(
+            to, dense_linear(x, torch::stable::narrow(block, 0, 0, count), narrowed_bias(bias, row, count)));
     }
     return torch::stable::reshape(y, with_last(x_any, m.rows));
 }
@@ -528,7 +529,7 @@ Tensor ec_spmv(const Tensor &block_values, const Tensor &delta_indices, const Te
 const Registered ec_layout({.name = "ec",
                             .number = 4,
                             .tensors = 8,
-                            .own = 7,
+                            .numbers = 7,
                             .pack_options = 7,
                             .pack = pack,
                             .dense = dense,

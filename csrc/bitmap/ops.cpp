@@ -5,7 +5,7 @@ namespace macko {
 const Registered bitmap_layout({.name = "bitmap",
                                 .number = 1,
                                 .tensors = 3,
-                                .own = 1,
+                                .numbers = 1,
                                 .instead = "is for the CPU, on a GPU use the format macko, sell or tile"});
 }
 #else
@@ -115,13 +115,13 @@ Made lay_out(const Packed &canonical, const Ints &) {
     for_rows(m.rows, entries_per_row, [&](int64_t begin, int64_t end) {
         macko_bitmap_pack_cpu(&m, begin, end, pointers, values.mutable_data_ptr(), writes<uint8_t>(bits));
     });
-    return {{values, bits, row_ptr}, {bitmap_layout.number, m.rows, m.cols, canonical.own(0)}};
+    return {{values, bits, row_ptr}, {bitmap_layout.number, m.rows, m.cols, canonical.number(0)}};
 }
 
 Made to_canonical(const Packed &p) {
     const char *op = "lay_out";
     const Tensor &values_in = p[0];
-    const int64_t delta_bits = p.own(0);
+    const int64_t delta_bits = p.number(0);
     check_delta_bits(op, delta_bits);
     const macko_bitmap m = matrix_of(op, p);
     const int64_t size = values_in.element_size();
@@ -189,7 +189,7 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 const Registered bitmap_layout({.name = "bitmap",
                                 .number = 1,
                                 .tensors = 3,
-                                .own = 1,
+                                .numbers = 1,
                                 .lay_out = lay_out,
                                 .to_canonical = to_canonical,
                                 .dense = dense,

@@ -58,4 +58,9 @@ inline bool has_wgmma(int major) {
     return major == 9 && has_bulk_copies(major);
 }
 
+// What a block of the kernel of rings has of shared memory: as much as on another GPU, if MACKO_PLAN says so.
+inline int ring_shared_bytes(const device_info &device) {
+    return std::min(device.shared_bytes, macko_knob_number(MACKO_KNOB_SHARED_KB, device.shared_bytes / 1024) * 1024);
+}
+
 } // namespace macko

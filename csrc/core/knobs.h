@@ -15,7 +15,8 @@ extern "C" {
  * (cp_async: the kernels of GPUs before 9.0). *_tokens: up to how many tokens sell and tile multiply from packed bytes.
  * tile_gemm: a macko_slab_many_way. stages, first, early: of sell's pipeline for one token all, those before x, those before
  * the previous kernel's end. head: at packing, sell's stages at a fixed place. sms: what is shared among the SMs of a GPU is
- * shared among so many, so that rings of stages wrap with small matrices. docs/build.md says the rest.
+ * shared among so many, so that rings of stages wrap with small matrices. shared_kb: shared memory of a block for the
+ * kernel of rings, as other GPUs have it (99, 163). docs/build.md says the rest.
  */
 #define MACKO_KNOBS(KNOB)                                                                                              \
     KNOB(CPU, "cpu", 0, "scalar|avx2|avx512")                                                                          \
@@ -30,7 +31,8 @@ extern "C" {
     KNOB(FIRST, "first", 1, "a number")                                                                                \
     KNOB(EARLY, "early", 1, "a number")                                                                                \
     KNOB(HEAD, "head", 1, "a number")                                                                                  \
-    KNOB(SMS, "sms", 1, "a number")
+    KNOB(SMS, "sms", 1, "a number")                                                                                    \
+    KNOB(SHARED_KB, "shared_kb", 1, "a number")
 
 #define MACKO_KNOB_ID(id, key, numbers, value) MACKO_KNOB_##id,
 typedef enum macko_knob_id { MACKO_KNOBS(MACKO_KNOB_ID) MACKO_NUM_KNOBS } macko_knob_id;

@@ -223,7 +223,7 @@ void check_delta_bits(const char *op, int64_t delta_bits) {
 
 macko_matrix checked_matrix(const char *op, const Packed &p) {
     const Tensor &values = p[0], &deltas = p[1], &row_ptr = p[2];
-    const int64_t cols = p.cols(), delta_bits = p.own(0);
+    const int64_t cols = p.cols(), delta_bits = p.number(0);
     check_delta_bits(op, delta_bits);
     // As aligned as what a thread loads at once: a chunk's values, and its deltas.
     const Wanted all[] = {{"values", values, ScalarType::Undefined, 1, on_cuda(16)},
@@ -265,7 +265,7 @@ void check_content(const char *op, const macko_matrix &m, const Tensor &values) 
 const Registered canonical_layout({.name = "macko",
                                    .number = 0,
                                    .tensors = 3,
-                                   .own = 1,
+                                   .numbers = 1,
                                    .pack_options = 1,
                                    .pack = pack,
                                    .dense = dense,

@@ -21,7 +21,7 @@ static_assert(BLOCK_FIELDS == 8, "blocks is an int32 tensor [num_blocks, 8]");
 // The struct over the four tensors, once they have passed every check that needs no look at their content.
 macko_sell_matrix matrix_of(const char *op, const Packed &p) {
     const Tensor &data = p[0], &bases = p[1], &blocks = p[2], &perm = p[3];
-    const int64_t cols = p.cols(), gap_bits = p.own(0), warps = p.own(1), head = p.own(2);
+    const int64_t cols = p.cols(), gap_bits = p.number(0), warps = p.number(1), head = p.number(2);
     const Wanted all[] = {{"data", data, ScalarType::Undefined, 1, 16}, // what a copy and a load take at once
                           {"bases", bases, ScalarType::Short, 1},
                           {"blocks", blocks, ScalarType::Int, 2, 16},
@@ -47,7 +47,7 @@ macko_sell_matrix matrix_of(const char *op, const Packed &p) {
     if (data.numel() * 2 % slot_bytes || data.numel() * 2 < num_blocks * warps * head * slot_bytes)
         fail(op, "data has ", data.numel(), " elements, expected whole slots of ", slot_bytes / 2, ", ",
              num_blocks * warps * head, " at least");
-    if (!data.numel() && p.own(3) > 0) fail(op, "data is empty, the header counts ", p.own(3), " entries");
+    if (!data.numel() && p.number(3) > 0) fail(op, "data is empty, the header counts ", p.number(3), " entries");
     if (bases.numel() % MACKO_SELL_LANES || bases.numel() < num_blocks * warps * MACKO_SELL_LANES)
         fail(op, "bases has ", bases.numel(), " elements, expected a multiple of ", int(MACKO_SELL_LANES), ", ",
              num_blocks * warps * MACKO_SELL_LANES, " at least");
@@ -193,7 +193,7 @@ Made lay_out(const Packed &canonical, const Ints &options) {
     Tensor scratch = torch::stable::new_empty(values, {2, stored}, ScalarType::Short);
     auto *scratch_data = writes<uint16_t>(scratch);
     Made packed{{data, bases, blocks, perm},
-                {2, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.own(0)}};
+                {2, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.number(0)}};
     const macko_sell_matrix s = matrix_of(op, packed);
     STD_CUDA_CHECK(macko_sell_write_cuda(&m, &s, starts_data, scratch_data, scratch_data + stored,
                                          writes<uint8_t>(data), writes<uint16_t>(bases), stream));
@@ -252,7 +252,7 @@ std::vector<Tensor> linear_parts(const Packed &p, const Tensor &x, const Ints &p
 const Registered sell_layout({.name = "sell",
                               .number = 2,
                               .tensors = 4,
-                              .own = 5,
+                              .numbers = 5,
                               .lay_out_options = 3,
                               .lay_out = lay_out,
                               .dense = dense,
@@ -266,7 +266,7 @@ namespace macko {
 const Registered sell_layout({.name = "sell",
                               .number = 2,
                               .tensors = 4,
-                              .own = 5,
+                              .numbers = 5,
                               .instead = "is for a GPU, on the CPU use the format macko or bitmap"});
 }
 #endif

@@ -298,12 +298,12 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
 
 // Four sums of a thread of a warpgroup: two rows, two tokens.
 template <class CODEC, class T = typename CODEC::T>
-__device__ __forceinline__ void store_four(const few_task<CODEC> &task, int part, int64_t first_row, int thread,
+__device__ __forceinline__ void store_four(const few_task<CODEC> &task, int output, int64_t first_row, int thread,
                                            int four, const float (&sum)[4]) {
     const int64_t row = first_row + thread / WARP * 16 + thread % WARP / 4;
     const int token = four * 8 + thread % 4 * 2;
-    const int64_t stride = task.y.output[part].rows;
-    T *y = (T *)task.y.output[part].y + token * stride + row;
+    const int64_t stride = task.y.output[output].rows;
+    T *y = (T *)task.y.output[output].y + token * stride + row;
     float bias[2] = {}, scale[2] = {};
     if (task.bias)
         for (int k = 0; k < 2; k++)
@@ -337,42 +337,11 @@ __device__ __forceinline__ void prefetch_scales(const float *scales, int64_t fir
     if (threadIdx.x < MACKO_SLAB_ROWS / 32 && row < rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + row));
 }
 
-// Of a split row block what the other blocks have sent, and the block's own sums. Of many sums y is whole: there are no
-// registers for more.
-template <int TOKENS, class CODEC>
-__device__ __forceinline__ void add_up_split(const few_task<CODEC> &task, const few_memory &memory,
-                                             const few_split *splits, int rank, int left, int nth, bool second) {
-    using SHAPE = few_shape<TOKENS, CODEC>;
-    constexpr int SUMS = TOKENS / 2;
-    const few_split split = splits[second];
-    const int way = rank - split.first, chunk = 1 << split.chunk_bits;
-    const int threads = max(0, min(chunk, WARPGROUP - (way << split.chunk_bits)));
-    const uint32_t full = memory.sums_full + second * 8;
-    if (threadIdx.x == 0) sm90::barrier_arrive_expect_tx(full, threads * (SUMS / 4) * 16 * (split.ways - 1));
-    sm90::barrier_wait(full, 0);
-    const int64_t first_row = (int64_t)(left + nth + second) * MACKO_SLAB_ROWS;
-    const int output = SHAPE::MANY_SUMS ? 0 : macko_slab_output_of(&task.y, first_row);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < (SUMS / 4) << split.chunk_bits; i += SHAPE::WARPGROUPS * WARPGROUP) {
-        const int at = (way << split.chunk_bits) + (i & (chunk - 1));
-        if (at >= WARPGROUP) continue;
-        float sum[4] = {};
-#pragma unroll 1
-        for (int other = 0; other < split.ways; other++) {
-            float next[4];
-            load_sums(next,
-                      memory.split_sums + second * task.area + ((other * (SUMS / 4) << split.chunk_bits) + i) * 16);
-            for (int k = 0; k < 4; k++) sum[k] += next[k];
-        }
-        store_four(task, output, first_row, at, i >> split.chunk_bits, sum);
-    }
-}
-
 // A consumer warpgroup: a tile of every slab, or half of every other one. In order: the first tile is prepared; stages
 // are multiplied (the main loop); the four warpgroups' sums, and with split-K those of other blocks, meet in shared
-// memory and are stored. The main loops and what follows them are no functions of their own: with these, whether of a
-// struct or of references as lambdas have them, ptxas 13.0 takes the same 96 registers and spills none, but uniform
-// registers and the order of instructions are others, and 64 tokens take 8 instructions more (dense8).
+// memory and are stored. The phases are lambdas and not functions of their own: with functions, whether of a struct or of
+// references as lambdas have them, ptxas 13.0 takes the same 96 registers and spills none, but orders instructions and
+// chooses uniform registers in another way, and 64 tokens take 8 instructions more (dense8).
 template <class CODEC, int TOKENS>
 __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_memory &memory, int cluster, int rank,
                                         int warpgroup) {
@@ -410,7 +379,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     };
     const auto sync_consumers = [] { named_barrier_sync(2, SHAPE::WARPGROUPS * 128); };
     // Of many sums y is whole: there are no registers for more.
-    const auto part_of = [&](int64_t row) { return SHAPE::MANY_SUMS ? 0 : macko_slab_output_of(&task.y, row); };
+    const auto output_of = [&](int64_t row) { return SHAPE::MANY_SUMS ? 0 : macko_slab_output_of(&task.y, row); };
     wait_for_barriers(SHAPE::THREADS);
     if (task.cluster > 1) {
         sm90::cluster_arrive_relaxed();
@@ -590,7 +559,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
         if (!round) sm90::pdl_wait(); // before y is written
         // The sums of the four warpgroups, in shared memory: [tile][fours][thread] of four floats. Where the row block
         // is split, what they add up to goes on to the block that adds it to that of the others.
-        const int part = part_of(first_row);
+        const int output = output_of(first_row);
         const bool at_once = SHAPE::MANY_SUMS && !whole; // there is room for all sums: no stage is needed any more
         const uint32_t sums_at = at_once ? memory.stages : memory.sums;
         const auto add_up = [&](int pass, int fours) { // of each thread's sums pass * fours * 4 on
@@ -606,7 +575,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
                 }
                 const int at = (uint32_t)i % WARPGROUP, four = pass * fours + (uint32_t)i / WARPGROUP;
                 if (whole) {
-                    store_four(task, part, first_row, at, four, sum);
+                    store_four(task, output, first_row, at, four, sum);
                 } else {
                     const few_split split = splits[second];
                     const int owner = split.first + (at >> split.chunk_bits), way = rank - split.first;
@@ -645,10 +614,32 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
             }
         }
     }
+    // Split row blocks: what the others have sent.
     if (rounds > work.whole) sync_consumers(); // the block's own sums are there
     for (int round = work.whole; round < rounds; round++) {
         const bool second = round > work.whole;
-        add_up_split<TOKENS>(task, memory, splits, rank, work.left, nth, second);
+        const few_split split = splits[second];
+        const int way = rank - split.first, chunk = 1 << split.chunk_bits;
+        const int own = max(0, min(chunk, WARPGROUP - (way << split.chunk_bits)));
+        const uint32_t full = memory.sums_full + second * 8;
+        if (threadIdx.x == 0) sm90::barrier_arrive_expect_tx(full, own * (SUMS / 4) * 16 * (split.ways - 1));
+        sm90::barrier_wait(full, 0);
+        const int64_t first_row = (int64_t)(work.left + nth + second) * MACKO_SLAB_ROWS;
+        const int output = output_of(first_row);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < (SUMS / 4) << split.chunk_bits; i += SHAPE::WARPGROUPS * WARPGROUP) {
+            const int at = (way << split.chunk_bits) + (i & (chunk - 1));
+            if (at >= WARPGROUP) continue;
+            float sum[4] = {};
+#pragma unroll 1
+            for (int other = 0; other < split.ways; other++) {
+                float next[4];
+                load_sums(next,
+                          memory.split_sums + second * task.area + ((other * (SUMS / 4) << split.chunk_bits) + i) * 16);
+                for (int k = 0; k < 4; k++) sum[k] += next[k];
+            }
+            store_four(task, output, first_row, at, i >> split.chunk_bits, sum);
+        }
     }
 }
 

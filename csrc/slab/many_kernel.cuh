@@ -36,8 +36,8 @@ struct many_task {
     const uint8_t *data;
     const int32_t *offsets;
     const void *bias;
-    macko_slab_outputs parts; // of y
-    bool plain;               // y cannot be stored by TMA
+    macko_slab_outputs outputs; // of y
+    bool plain;                 // y cannot be stored by TMA
     int64_t rows;
     int tokens, last_tokens; // last: of the last token tile
     macko_slab_schedule schedule;
@@ -428,11 +428,11 @@ __device__ __forceinline__ void store_outputs(const many_task<CODEC> &task, uint
                     store_release(flag_of<SHAPE>(task, share, macko_slab_share_index(&share), warpgroup), task.epoch);
             } else {
                 if (lane == 0 && !task.plain && row < task.rows && token < task.tokens) {
-                    const int part = macko_slab_output_of(&task.parts, row);
+                    const int output = macko_slab_output_of(&task.outputs, row);
 #pragma unroll
                     for (int box = 0; box < SHAPE::OUT_TOKENS; box += SHAPE::OUT_BOX)
                         if (box == 0 || token + box < task.tokens)
-                            sm90::tma_store(&task.y[part], (int)(row - task.parts.begins[part]), token + box,
+                            sm90::tma_store(&task.y[output], (int)(row - task.outputs.begins[output]), token + box,
                                             smem + SHAPE::X + stage * SHAPE::STAGE_BYTES + box * MACKO_SLAB_ROWS * 2);
                     sm90::tma_store_wait_read();
                 }
@@ -560,13 +560,13 @@ __device__ __forceinline__ void epilogue(const many_task<CODEC> &task, uint32_t 
     }
     if (task.plain) {
         sm90::warpgroup_sync(warpgroup);
-        const macko_slab_output &part = task.parts.output[macko_slab_output_of(&task.parts, first_row)];
+        const macko_slab_output &output = task.outputs.output[macko_slab_output_of(&task.outputs, first_row)];
         const int own = thread % MACKO_SLAB_ROWS, first = first_token<SHAPE>(share, place.token_tile);
         if (first_row + own < task.rows)
 #pragma unroll 1
             for (int i = thread / MACKO_SLAB_ROWS; i < min(SHAPE::OUT_TOKENS, task.tokens - first);
                  i += MACKO_SLAB_WARPGROUP / MACKO_SLAB_ROWS)
-                ((uint16_t *)part.y)[(first + i) * part.rows + first_row + own] =
+                ((uint16_t *)output.y)[(first + i) * output.rows + first_row + own] =
                     load_shared_2(output + i * 128 + ((own / 8 ^ i % 8) << 4) + own % 8 * 2);
     }
     sm90::fence_proxy_async();
@@ -740,7 +740,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_many_kernel(const __gr
         if (warp == 0 && threadIdx.x % WARP == 0) {
             sm90::prefetch_tensor_map(&task.x);
             sm90::prefetch_tensor_map(&task.last_x);
-            for (int part = 0; part < MACKO_SLAB_MOST_OUTPUTS; part++) sm90::prefetch_tensor_map(&task.y[part]);
+            for (int output = 0; output < MACKO_SLAB_MOST_OUTPUTS; output++) sm90::prefetch_tensor_map(&task.y[output]);
         }
         make_barriers<SHAPE>(smem);
     }

@@ -66,8 +66,8 @@ cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
     task.data = m.data;
     task.offsets = m.offsets;
     task.bias = p.bias;
-    task.parts = p.y;
-    for (const macko_slab_output &part : p.y.output) task.plain |= part.rows % 8 || (uintptr_t)part.y % 16;
+    task.outputs = p.y;
+    for (const macko_slab_output &output : p.y.output) task.plain |= output.rows % 8 || (uintptr_t)output.y % 16;
     task.rows = m.rows;
     task.tokens = (int)p.tokens;
     task.schedule = plan.schedule;
@@ -93,9 +93,9 @@ cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
     if (const int last_box = task.last_tokens % SHAPE::BOX; !error && last_box)
         error = map_tokens(&task.last_x, last_box);
     for (int i = 0; i < MACKO_SLAB_MOST_OUTPUTS && p.y.output[i].rows && !task.plain && !error; i++) {
-        const macko_slab_output &part = p.y.output[i];
-        error = sm90::make_tensor_map(&task.y[i], CU_TENSOR_MAP_DATA_TYPE_UINT16, (uint16_t *)part.y + p.y.begins[i],
-                                      part.rows, p.tokens, part.rows * 2, MACKO_SLAB_ROWS, SHAPE::OUT_BOX);
+        const macko_slab_output &output = p.y.output[i];
+        error = sm90::make_tensor_map(&task.y[i], CU_TENSOR_MAP_DATA_TYPE_UINT16, (uint16_t *)output.y + p.y.begins[i],
+                                      output.rows, p.tokens, output.rows * 2, MACKO_SLAB_ROWS, SHAPE::OUT_BOX);
     }
     if (error) return error;
     cudaLaunchAttribute attributes[2]{};

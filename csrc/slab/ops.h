@@ -3,12 +3,12 @@
 //
 //     Matrix            macko_NAME_matrix
 //     matrix_of         the Matrix over the tensors, once they have passed every check that needs no look at their content
-//     unpack, check     dense rows; what packing cannot have made
+//     unpack, check     on the CPU: dense rows; what packing cannot have made
 //     write, Element    the bytes of slabs, from dense rows of elements (pack.h, which asks for more)
 //     waits             whether the kernel for few waits for memory with 64 tokens (torch/path.h)
-//     portable_tokens   up to how many tokens there is a kernel without wgmma; 0: none
+//     widest            units of its largest slab
 //
-// Unless Matrix has offsets its slabs are all of one size. CUDA: slab_few, slab_many, slab_many_plan (multiply.h) besides.
+// Unless Matrix has offsets its slabs are all of one size. CUDA: the functions of multiply.h besides.
 #pragma once
 
 #include <vector>
@@ -19,6 +19,7 @@
 #ifdef USE_CUDA
 #include "../torch/dense_rows.h"
 #include "multiply.h"
+#include "ring_plan.h"
 #define MACKO_HERE(function) function##_cuda
 #else
 #include "../torch/rows.h"
@@ -39,8 +40,17 @@ macko_path path_of(const typename Kind::Matrix &m, int64_t tokens, bool several_
     device_info device{};
     STD_CUDA_CHECK(current_device(&device));
     const int *limit = macko_knob(MACKO_KNOB_TILE_TOKENS);
+    const macko_ring_problem problem = {.row_blocks = macko_slab_row_blocks(m.rows),
+                                        .slabs = macko_slabs_across(m.cols),
+                                        .tokens = tokens,
+                                        .widest = Kind::widest(m),
+                                        .sms = device.num_sms,
+                                        .shared_bytes = ring_shared_bytes(device)};
+    macko_ring_shape shape;
+    const bool has_ring = device.major >= 8 && macko_ring_shape_of(&problem, &shape);
     return macko_slab_path(
-        m.rows, m.cols, macko_few_tokens(m.rows, several_outputs, Kind::waits(m)), Kind::portable_tokens, tokens,
+        m.rows, m.cols, macko_few_tokens(m.rows, several_outputs, Kind::waits(m)),
+        has_ring ? macko_ring_tokens_of(device.major) : 0, tokens,
         {.is_gpu = true, .has_wgmma = has_wgmma(device.major), .has_limit = !!limit, .limit = limit ? *limit : 0});
 }
 
@@ -71,7 +81,7 @@ std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data,
     const macko_path path = placed ? path_of<Kind>(m, tokens, placed->output[1].rows) : MACKO_PATH_DENSE_ROWS;
     if (path == MACKO_PATH_DENSE_ROWS)
         return linear_by_dense_rows(x_any, output_rows, bias, [&m, stream = current_stream(data)](auto... rows) {
-            STD_CUDA_CHECK(Kind::unpack(&m, rows..., stream));
+            STD_CUDA_CHECK(slab_unpack(m, rows..., stream));
         });
     std::vector<Tensor> y;
     int next = 0;
@@ -85,6 +95,11 @@ std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data,
     const slab_product product = {tokens, x.x.const_data_ptr(), x.stride, data_of(bias), *placed, current_stream(data)};
     if (path == MACKO_PATH_FEW) {
         STD_CUDA_CHECK(slab_few(m, product));
+    } else if (path == MACKO_PATH_RING) {
+        device_info device{};
+        STD_CUDA_CHECK(current_device(&device));
+        Tensor workspace = new_tensor(data, {macko_ring_workspace_bytes(tokens, device.num_sms) / 2});
+        STD_CUDA_CHECK(slab_ring(m, product, workspace.mutable_data_ptr()));
     } else {
         macko_slab_many_plan plan;
         STD_CUDA_CHECK(slab_many_plan(m, tokens, &plan));
@@ -123,7 +138,7 @@ Tensor dense(const Packed &p, [[maybe_unused]] bool check) {
     const DeviceOf guard(data);
     Tensor w = torch::stable::new_empty(data, {m.rows, m.cols});
 #ifdef USE_CUDA
-    STD_CUDA_CHECK(Kind::unpack(&m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
+    STD_CUDA_CHECK(slab_unpack(m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
 #else
     if (check) refuse_bad_content<Kind>("dense", m);
     for_rows(m.rows, m.cols, [&](int64_t begin, int64_t end) {

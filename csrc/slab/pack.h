@@ -25,7 +25,7 @@ macko_dtype check_slabs(const char *op, const Packed &p, int fewest, int most, c
     check_kinds(op, all);
     const macko_dtype dtype = check_type(op, "data", data);
     check_sizes(op, p);
-    const int64_t slabs = macko_slab_count(p.rows(), p.cols()), widest = p.own(0);
+    const int64_t slabs = macko_slab_count(p.rows(), p.cols()), widest = p.number(0);
     if (offsets.numel() != slabs + 1)
         fail(op, "offsets has ", offsets.numel(), " elements, expected ", slabs + 1, " for a matrix of ", p.rows(),
              " x ", p.cols());
@@ -49,8 +49,8 @@ inline macko_dtype check_bfloat16(const char *op, const char *name, const Tensor
 // The table's halves in a header, each at most `most`.
 inline void check_table(const char *op, const Packed &p, int64_t most) {
     for (const int word : {1, 2})
-        if (p.own(word) < 0 || p.own(word) > most)
-            fail(op, word == 1 ? "table_low is " : "table_high is ", p.own(word), ", expected 0 to ", most);
+        if (p.number(word) < 0 || p.number(word) > most)
+            fail(op, word == 1 ? "table_low is " : "table_high is ", p.number(word), ", expected 0 to ", most);
 }
 
 // A dense matrix that is packed.

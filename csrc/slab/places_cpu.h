@@ -10,10 +10,10 @@ enum {
     SLICE_ROWS = MACKO_SLAB_ROWS / MACKO_SLAB_SLICES,
     STEP_ELEMENTS = 8, /* of a lane */
     STEPS = MACKO_SLAB_TILE_COLS / 16,
-    /* A place of a part, which is a slice of a tile: step << STEP_BITS | lane << LANE_BITS | i. */
+    /* A place of a tile_slice, which is a slice of a tile: step << STEP_BITS | lane << LANE_BITS | i. */
     LANE_BITS = 3,
     STEP_BITS = 8,
-    PART_PLACES = STEPS << STEP_BITS,
+    TILE_SLICE_PLACES = STEPS << STEP_BITS,
 };
 
 static inline uint32_t load_32(const uint8_t *p) {
@@ -30,7 +30,7 @@ static inline int64_t min_int64(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-/* Where the first element of a slab, or of a part, is in the matrix. */
+/* Where the first element of a slab, or of a tile_slice, is in the matrix. */
 typedef struct origin {
     int64_t row, col;
 } origin;
@@ -38,15 +38,15 @@ static inline origin slab_origin(int64_t cols, int64_t slab) {
     const int64_t slabs = macko_slabs_across(cols);
     return (origin){slab / slabs * MACKO_SLAB_ROWS, slab % slabs * MACKO_SLAB_COLS};
 }
-static inline origin part_origin(origin slab, int part) {
-    return (origin){slab.row + part % MACKO_SLAB_SLICES * SLICE_ROWS,
-                    slab.col + part / MACKO_SLAB_SLICES * MACKO_SLAB_TILE_COLS};
+static inline origin tile_slice_origin(origin slab, int tile_slice) {
+    return (origin){slab.row + tile_slice % MACKO_SLAB_SLICES * SLICE_ROWS,
+                    slab.col + tile_slice / MACKO_SLAB_SLICES * MACKO_SLAB_TILE_COLS};
 }
 
-static inline origin place_of(origin part, int place) {
+static inline origin place_of(origin tile_slice, int place) {
     const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_SLAB_LANES - 1), i = place & 7;
-    return (origin){part.row + macko_slab_row(lane, i % MACKO_SLAB_QUAD),
-                    part.col + macko_slab_col(lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD)};
+    return (origin){tile_slice.row + macko_slab_row(lane, i % MACKO_SLAB_QUAD),
+                    tile_slice.col + macko_slab_col(lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD)};
 }
 
 static inline int table_byte(const uint32_t table[2], int code) {

@@ -50,6 +50,7 @@ enum {
     MACKO_SLAB_TABLE = 8, /* codes that an element may have, of codecs that have them */
     MACKO_SLAB_TILES = 4, /* side by side */
     MACKO_SLAB_COLS = MACKO_SLAB_TILES * MACKO_SLAB_TILE_COLS,
+    MACKO_SLAB_TILE_SLICES = MACKO_SLAB_TILES * MACKO_SLAB_SLICES,    /* slices of tiles, [tile][slice] */
     MACKO_SLAB_MASK_BYTES = MACKO_SLAB_SLICES * MACKO_SLAB_LANES * 4, /* of a tile, where each element has a bit */
     MACKO_SLAB_UNIT = 128,                                            /* bytes that offsets count */
     /* Of codecs whose values are bytes in columns (columns_cpu.h): bytes of a row, and rows of a slab at most. */

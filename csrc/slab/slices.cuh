@@ -148,37 +148,4 @@ inline unsigned count_blocks(int64_t elements) {
     return (unsigned)(blocks < most ? blocks : most);
 }
 
-// Dense rows of a slice of a tile in shared memory, 8 elements more than they need: so neither the pairs that are
-// written nor the 16 bytes that are read meet in a bank.
-constexpr int DENSE_STRIDE = MACKO_SLAB_TILE_COLS + 8;
-
-// A warp stores them from begin_col on, those of rows [first, stop), to w, of which the first row is `first`. whole: all
-// rows are among these, and w can be stored to 16 bytes at a time.
-__device__ __forceinline__ void store_dense(const uint16_t *room, const slice_of &from, int64_t begin_col,
-                                            int64_t first, int64_t stop, int64_t cols, bool whole, uint16_t *w) {
-    const uint4 *rows = (const uint4 *)room + from.lane / 8 * (DENSE_STRIDE / 8) + from.lane % 8;
-    uint16_t *const out = w + (from.row + from.lane / 8 - first) * cols + begin_col + from.lane % 8 * 8;
-    for (int four = 0; four < SLICE_ROWS; four += 4) {
-        const uint4 *const eight = rows + four * (DENSE_STRIDE / 8);
-        if (whole && begin_col + MACKO_SLAB_TILE_COLS <= cols) {
-            *(uint4 *)(out + four * cols) = *eight;
-            continue;
-        }
-        const int64_t r = from.row + four + from.lane / 8, c = begin_col + from.lane % 8 * 8;
-        for (int k = 0; k < 8; k++)
-            if (r >= first && r < stop && c + k < cols) out[four * cols + k] = ((const uint16_t *)eight)[k];
-    }
-}
-
-// Launches a kernel that unpacks, with a thread block for each slab that has some of the rows [first, first + count).
-template <class MATRIX>
-cudaError_t launch_unpack(void (*kernel)(MATRIX, int64_t, int64_t, uint16_t *), const MATRIX &m, int64_t first,
-                          int64_t count, void *w, cudaStream_t stream) {
-    if (!count || !m.cols) return cudaSuccess;
-    const int64_t blocks = (first + count - 1) / MACKO_SLAB_ROWS - first / MACKO_SLAB_ROWS + 1;
-    kernel<<<(unsigned)(blocks * macko_slabs_across(m.cols)), THREADS, 0, stream>>>(m, first, first + count,
-                                                                                    (uint16_t *)w);
-    return cudaGetLastError();
-}
-
 } // namespace macko

@@ -94,7 +94,7 @@ macko_slide_weight weight_in(const char *op, const Packed &p) {
     const Tensor &tiles = p[0], &scale = p[1];
     if (scale.dim() != 1 || scale.numel() != p.rows())
         fail(op, "scale has shape ", shape_name(scale), ", expected [", p.rows(), "]");
-    return weight_of(op, tiles, scale, p.cols(), p.own(0), element_of(op, p.own(1)));
+    return weight_of(op, tiles, scale, p.cols(), p.number(0), element_of(op, p.number(1)));
 }
 
 // Into new tensors lifted [..., depth] and scale [...]. x is contiguous and checked.
@@ -224,7 +224,7 @@ Tensor dense(const Packed &p, bool) {
     const char *op = "dense";
     const Tensor &packed = p[0];
     const int64_t cols = p.cols();
-    const ScalarType dtype = element_of(op, p.own(1));
+    const ScalarType dtype = element_of(op, p.number(1));
     const macko_slide_weight weight = weight_in(op, p);
     const int64_t rows = weight.shape.rows;
     const DeviceOf guard(packed);
@@ -243,8 +243,8 @@ Tensor dense(const Packed &p, bool) {
 Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> &bias_any) {
     const Tensor &packed = p[0];
     const char *op = "linear";
-    const int64_t cols = p.cols(), n = p.own(0);
-    const ScalarType dtype = element_of(op, p.own(1));
+    const int64_t cols = p.cols(), n = p.number(0);
+    const ScalarType dtype = element_of(op, p.number(1));
     const int64_t tokens = num_tokens(x_any);
     const macko_slide_weight weight = weight_in(op, p);
     check_device(op, "x", x_any, "tiles", packed);
@@ -312,7 +312,7 @@ Tensor slide_gemm(const Tensor &lifted_any, const Tensor &token_scale_any, const
 const Registered slide_layout({.name = "slide",
                                .number = 5,
                                .tensors = 3,
-                               .own = 5,
+                               .numbers = 5,
                                .pack_options = 4,
                                .pack = pack,
                                .dense = dense,

@@ -28,9 +28,9 @@ const Layout &layout_numbered(const char *op, int64_t number) {
 const Layout &layout_of(const char *op, const Packed &p) {
     if (p.header.size() < 3) fail(op, "header has ", p.header.size(), " numbers, expected a layout, rows and cols");
     const Layout &layout = layout_numbered(op, p.header[0]);
-    if (p.tensors.size() != layout.tensors || p.header.size() != 3 + layout.own)
+    if (p.tensors.size() != layout.tensors || p.header.size() != 3 + layout.numbers)
         fail(op, "packed has ", p.tensors.size(), " tensors and header ", p.header.size(), " numbers, ", layout.name,
-             " has ", layout.tensors, " and ", 3 + layout.own);
+             " has ", layout.tensors, " and ", 3 + layout.numbers);
     return layout;
 }
 

@@ -28,7 +28,7 @@ struct Packed {
     int64_t cols() const {
         return header[2];
     }
-    int64_t own(size_t i) const {
+    int64_t number(size_t i) const {
         return header[3 + i];
     }
 };
@@ -48,7 +48,7 @@ struct Made {
 struct Layout {
     const char *name;
     int number;                                      // stands first in a header, in no file
-    size_t tensors, own;                             // how many, and how many numbers besides rows and cols
+    size_t tensors, numbers;                         // how many, and how many numbers besides rows and cols
     const char *instead = "has no such kernel here"; // why something is null, and what to use instead
     size_t pack_options = 0, lay_out_options = 0;    // how many
     Made (*pack)(const Tensor &w, const Ints &options) = nullptr;

@@ -14,8 +14,9 @@
 typedef enum macko_path {
     MACKO_PATH_SPMV,        /* from packed bytes, for one token (bitmap: a few): FMAs, memory bound */
     MACKO_PATH_SPMM,        /* the same for several */
-    MACKO_PATH_FEW,         /* slabs: tensor cores, memory bound */
-    MACKO_PATH_MANY,        /* slabs: tensor cores, compute bound */
+    MACKO_PATH_FEW,         /* slabs: tensor cores, memory bound; wgmma */
+    MACKO_PATH_MANY,        /* the same, compute bound */
+    MACKO_PATH_RING,        /* slabs, without wgmma: mma.sync */
     MACKO_PATH_DENSE_ROWS,  /* unpacked, then the library's product */
 } macko_path;
 
@@ -77,13 +78,12 @@ static inline macko_path macko_sell_path(int64_t rows, int64_t cols, int64_t slo
 static inline int64_t macko_few_tokens(int64_t rows, bool several_outputs, bool waits) {
     return !several_outputs && rows <= 4096 && !waits ? 64 : 32;
 }
-/* few_tokens: that. portable_tokens: up to how many tokens the codec has a kernel where there is no wgmma; 0: none. */
-static inline macko_path macko_slab_path(int64_t rows, int64_t cols, int64_t few_tokens, int64_t portable_tokens,
+/* few_tokens: that. ring_tokens: up to how many tokens there is a kernel without wgmma; 0: none. */
+static inline macko_path macko_slab_path(int64_t rows, int64_t cols, int64_t few_tokens, int64_t ring_tokens,
                                          int64_t tokens, macko_path_device d) {
     if (!d.is_gpu || !cols || tokens > (d.has_limit ? d.limit : INT32_MAX)) return MACKO_PATH_DENSE_ROWS;
     if (d.has_wgmma) return tokens <= few_tokens || !rows ? MACKO_PATH_FEW : MACKO_PATH_MANY;
-    const bool portable = portable_tokens && (d.has_limit || tokens <= portable_tokens);
-    return portable ? MACKO_PATH_FEW : MACKO_PATH_DENSE_ROWS;
+    return ring_tokens && (d.has_limit || tokens <= ring_tokens) ? MACKO_PATH_RING : MACKO_PATH_DENSE_ROWS;
 }
 
 static inline macko_path macko_ec_path(int64_t tokens) {

@@ -76,8 +76,8 @@ macko_fault linear_by_blocks(const Tensor &x, int64_t rows, const std::optional<
         });
         if (fault.kind) return fault;
         Tensor to = torch::stable::narrow(y, 1, begin, count);
-        torch::stable::copy_(to,
-                             dense_linear(x, torch::stable::narrow(block, 0, 0, count), part_of(bias, begin, count)));
+        torch::stable::copy_(
+            to, dense_linear(x, torch::stable::narrow(block, 0, 0, count), narrowed_bias(bias, begin, count)));
     }
     return {};
 }

@@ -91,7 +91,7 @@ inline Tensor narrowed(const Tensor &t, int64_t dim, int64_t begin, int64_t coun
     return torch::stable::narrow(whole, dim, begin, count);
 }
 
-inline std::optional<Tensor> part_of(const std::optional<Tensor> &bias, int64_t begin, int64_t count) {
+inline std::optional<Tensor> narrowed_bias(const std::optional<Tensor> &bias, int64_t begin, int64_t count) {
     if (!bias) return std::nullopt;
     return narrowed(*bias, 0, begin, count);
 }

@@ -32,6 +32,9 @@ _Kind = TypeVar("_Kind", bound=PackedWeight)
 
 #: Where no table knows it: from this density up a CPU multiplies from a bitmap, below it from the canonical deltas.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
+#: Times of tile on a GPU without wgmma over those of a GPU with it, scaled by memory: 1.79 and 1.57 times F.linear at one
+#: token, of an H100 with and without (geometric means of five shapes, 2026-11-27).
+RINGS_TAKE = 1.15
 #: A report says where a layer is slower than dense by more than times vary.
 WORTH_SAYING = 0.95
 #: Weights of a layer from which on it gains as dense12: below, a product's fixed costs outweigh the bytes.
@@ -128,7 +131,7 @@ def sparse11_of(weight: MackoWeight) -> Sparse11Weight | None:
 
 def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
     """The weight in sparse11, if that is what auto may take in place of tile."""
-    if options.values != "exact" or not runs_wgmma(weight.device):
+    if options.values != "exact" or not gains_by_slabs(weight.device):
         return None
     gain = sparse11_gain((weight.rows, weight.cols), weight.device, options.layout_tokens or 1)
     return sparse11_of(weight) if (gain or 1) >= SPARSE11_GAIN else None
@@ -198,8 +201,10 @@ def expected_us(
     known = times_of(device).at(tokens or 1)
     us = known.us(rows, cols, density, dtype, tokens or 1)
     us = {name: time for name, time in us.items() if name not in FORMATS or FORMATS[name].runs(device, dtype, cols)}
-    if device.type == "cuda" and not known.measured and not runs_wgmma(device):
-        us.pop(TileWeight.format, None)  # the lines of another GPU are of another kernel
+    if device.type == "cuda" and not known.measured and TileWeight.format in us and not runs_wgmma(device):
+        us[TileWeight.format] *= RINGS_TAKE  # the lines of another GPU are of another kernel
+        if not gains_by_slabs(device):
+            del us[TileWeight.format]
     return us
 
 
@@ -228,7 +233,7 @@ def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]
     On a GPU, but for one token, that is tile, whose time hardly grows with the tokens (docs/performance.md). Where its
     kernel is another one, which was not measured, only for several.
     """
-    if weight.device.type == "cuda" and tokens != 1 and (tokens or runs_wgmma(weight.device)):
+    if weight.device.type == "cuda" and tokens != 1 and (tokens or gains_by_slabs(weight.device)):
         return TileWeight
     us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device, tokens)
     if us := choosable(us):
@@ -242,8 +247,8 @@ def not_dense12(weight: Tensor, device: torch.device) -> str:
     """Why a dense weight would not gain on this device as dense12, or nothing."""
     if weight.dtype not in Dense12Weight.dtypes:
         return f"dense12 is for bfloat16 and float16, it is {str(weight.dtype).removeprefix('torch.')}"
-    if device.type != "cuda" or not runs_wgmma(device):
-        return f"dense12 gains on a GPU of compute capability 9.0 only, it is on {device}"
+    if device.type != "cuda" or not gains_by_slabs(device):
+        return f"dense12 gains on GPUs of compute capability 8, 9 and 12, it is on {device}"
     if weight.numel() < DENSE12_WEIGHTS:
         return f"under {DENSE12_WEIGHTS} weights dense12 would not pay"
     return ""
@@ -257,3 +262,19 @@ def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
 
 def runs_wgmma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def gains_by_slabs(device: torch.device) -> bool:
+    """Whether a GPU multiplies tile, sparse11 and dense12 faster than the library the dense matrix.
+
+    9.0 by kernels of its own, others from 8.0 on by one for all of them: measured on an H100 without the others, else by
+    count (docs/kernels.md). Not 10.0, whose memory brings more bytes than that kernel has clocks for.
+    """
+    major = torch.cuda.get_device_capability(device)[0]
+    return major >= 8 and major != 10
+
+
+def multiplies_codes(device: torch.device, tokens: int) -> bool:
+    """Whether a product of so many tokens is one with codes, not with rows that were rounded before it."""
+    major = torch.cuda.get_device_capability(device)[0]
+    return major == 9 or tokens <= (192 if major == 10 else 512)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..choose.auto import runs_wgmma
+from ..choose.auto import multiplies_codes
 from ..choose.options import Options
 from ..choose.patterns import density_of
 from ..files import check_whole
@@ -252,7 +252,7 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
     def compare(name: str, layer: SparseLinear, x: Tensor, y: Tensor) -> None:
         packed = layer.packed
         weight = layer.weight.as_subclass(Tensor)
-        if x.is_cuda and runs_wgmma(x.device):
+        if x.is_cuda and multiplies_codes(x.device, x[..., 0].numel()):
             weight = packed.unrounded()
         wanted, bound = reference.linear(x, weight, layer.bias, y.dtype, by_torch=x[..., 0].numel() > 1)
         # Inf on both sides is no difference; NaN, and Inf on one side, are over every bound.

@@ -12,10 +12,13 @@ struct Toy16 {
     using Matrix = macko_toy16_matrix;
     using Element = uint16_t;
     static constexpr auto write = MACKO_HERE(macko_toy16_write);
-    static constexpr auto unpack = MACKO_HERE(macko_toy16_unpack);
+#ifndef USE_CUDA
+    static constexpr auto unpack = macko_toy16_unpack_cpu;
+#endif
     static constexpr auto check = macko_toy16_check_cpu;
-    static constexpr int64_t portable_tokens = 0;
-
+    static int widest(const Matrix &) {
+        return MACKO_TOY16_SLAB_BYTES / MACKO_SLAB_UNIT;
+    }
     static bool waits(const Matrix &) {
         return true;
     }
@@ -51,6 +54,6 @@ Made pack(const Tensor &w_any, const Ints &) {
 } // namespace
 
 const Registered
-    toy16_layout(slab_layout<Toy16>({.name = "toy16", .number = 10, .tensors = 1, .own = 0, .pack = pack}));
+    toy16_layout(slab_layout<Toy16>({.name = "toy16", .number = 10, .tensors = 1, .numbers = 0, .pack = pack}));
 
 } // namespace macko

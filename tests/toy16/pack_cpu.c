@@ -6,7 +6,7 @@ enum { PLACES = MACKO_SLAB_ROWS * MACKO_SLAB_COLS };
 
 /* Where the nth element of a slab is in the matrix. */
 static origin place_of_nth(const macko_toy16_matrix *m, int64_t slab, int n) {
-    return place_of(part_origin(slab_origin(m->cols, slab), n / PART_PLACES), n % PART_PLACES);
+    return place_of(tile_slice_origin(slab_origin(m->cols, slab), n / TILE_SLICE_PLACES), n % TILE_SLICE_PLACES);
 }
 
 void macko_toy16_write_cpu(const macko_toy16_matrix *m, const uint16_t *w, uint8_t *data) {

@@ -31,8 +31,6 @@ macko_fault macko_toy16_check_cpu(const macko_toy16_matrix *m);
 
 #ifdef MACKO_SLAB_CUDA
 cudaError_t macko_toy16_write_cuda(const macko_toy16_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-cudaError_t macko_toy16_unpack_cuda(const macko_toy16_matrix *m, int64_t first, int64_t count, void *w,
-                                    cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

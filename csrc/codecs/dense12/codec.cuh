@@ -10,13 +10,13 @@ namespace macko {
 template <typename T>
 struct dense12_lane {
     uint32_t codes[MACKO_DENSE12_STEPS];
-    // The warp's part of the list: the next entry, or NONE, where it stands and where the part ends.
+    // The warp's bounds of the list: the next entry, or NONE, where it stands and where the bounds ends.
     uint32_t entry, entry_at, list_end;
     static constexpr uint32_t NONE = ~0u; // of no step
 
-    __device__ __forceinline__ void find_list(uint32_t slab, uint32_t part) {
-        entry_at = slab + MACKO_DENSE12_LIST_AT + (part & 0xffff) * 4;
-        list_end = slab + MACKO_DENSE12_LIST_AT + (part >> 16) * 4;
+    __device__ __forceinline__ void find_list(uint32_t slab, uint32_t bounds) {
+        entry_at = slab + MACKO_DENSE12_LIST_AT + (bounds & 0xffff) * 4;
+        list_end = slab + MACKO_DENSE12_LIST_AT + (bounds >> 16) * 4;
         load_entry();
     }
     __device__ __forceinline__ void load_entry() {
@@ -59,6 +59,7 @@ struct dense12 {
         uint32_t table[2];
     };
     static constexpr bool SAME_SIZE = true, SCALED = false;
+    static constexpr int STEPS = 1;
     static constexpr int BASE = 0, HALVES_TO = 0;
     static constexpr bool takes(macko_slab_many_shape shape) {
         return shape.tokens <= 128 || (shape.row_blocks < 3 && (shape.tokens <= 256 || shape.split_k > 1));
@@ -68,23 +69,23 @@ struct dense12 {
 
     // Of a tile the codes and the low bytes of its first two steps are loaded while the one before is multiplied.
     struct few_reader {
-        uint32_t own, part_at; // offsets in a slab: of the lane's bytes, of the warp's word for the list
+        uint32_t own, bounds_at; // offsets in a slab: of the lane's bytes, of the warp's word for the list
         uint32_t table[2];
         int lane;
         dense12_lane<T> lanes[2];
-        uint32_t low[2][4], part;
+        uint32_t low[2][4], bounds;
 
         __device__ __forceinline__ few_reader(const constants &weights, int tile, int slice, int lane) : lane(lane) {
             for (int i = 0; i < 2; i++) table[i] = held(weights.table[i]); // else they are loaded at every use
             own = held(tile * TILE_BYTES + slice * MACKO_DENSE12_SLICE_BYTES + lane * MACKO_DENSE12_CHUNK);
-            part_at = held(MACKO_DENSE12_PARTS_AT + (tile * MACKO_SLAB_SLICES + slice) * 4);
+            bounds_at = held(MACKO_DENSE12_BOUNDS_AT + (tile * MACKO_SLAB_SLICES + slice) * 4);
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &) {
-            if (STEP == 0) read_32(part, slab + part_at);
+            if (STEP == 0) read_32(bounds, slab + bounds_at);
             if (STEP == 1) read_128(lanes[TILE].codes, slab + own + 2 * CHUNK);
             if (STEP == 2) read_128(low[0], slab + own); // the tile before has used its own
-            if (STEP == 3) lanes[TILE].find_list(slab, part);
+            if (STEP == 3) lanes[TILE].find_list(slab, bounds);
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void load_next(uint32_t slab, const constants &) {
@@ -101,11 +102,11 @@ struct dense12 {
     };
 
     struct many_reader {
-        uint32_t slab, tile_at, part_at; // the tile that is prepared: the lane's bytes, the warp's word for the list
+        uint32_t slab, tile_at, bounds_at; // the tile that is prepared: the lane's bytes, the warp's word for the list
         uint32_t table[2];
         int lane;
         dense12_lane<T> here, next;
-        uint32_t here_at, low[2][4], part;
+        uint32_t here_at, low[2][4], bounds;
 
         __device__ __forceinline__ explicit many_reader(const constants &weights) {
             for (int i = 0; i < 2; i++) table[i] = hidden(weights.table[i], threadIdx.x % WARP, 0);
@@ -113,12 +114,12 @@ struct dense12 {
         __device__ __forceinline__ void open(uint32_t at, int slice, int own_lane) {
             slab = at;
             tile_at = at + slice * MACKO_DENSE12_SLICE_BYTES + own_lane * MACKO_DENSE12_CHUNK;
-            part_at = at + MACKO_DENSE12_PARTS_AT + slice * 4;
+            bounds_at = at + MACKO_DENSE12_BOUNDS_AT + slice * 4;
             lane = own_lane;
         }
         __device__ __forceinline__ void skip_half() {
             tile_at += MACKO_SLAB_TILES / 2 * TILE_BYTES;
-            part_at += MACKO_SLAB_TILES / 2 * MACKO_SLAB_SLICES * 4;
+            bounds_at += MACKO_SLAB_TILES / 2 * MACKO_SLAB_SLICES * 4;
         }
         __device__ __forceinline__ void prepare_first(const constants &weights) {
             prepare<0>(weights);
@@ -130,14 +131,14 @@ struct dense12 {
             here = next;
             here_at = tile_at;
             tile_at += TILE_BYTES;
-            part_at += MACKO_SLAB_SLICES * 4;
+            bounds_at += MACKO_SLAB_SLICES * 4;
         }
         template <int STEP>
         __device__ __forceinline__ void prepare(const constants &) {
-            if (STEP == 0) read_32(part, part_at);
+            if (STEP == 0) read_32(bounds, bounds_at);
             if (STEP == 1) read_128(next.codes, tile_at + 2 * CHUNK);
             if (STEP == 2) read_128(low[0], tile_at); // the tile before has used its own
-            if (STEP == 3) next.find_list(slab, part);
+            if (STEP == 3) next.find_list(slab, bounds);
         }
         template <int STEP>
         __device__ __forceinline__ void load_next(const constants &) {

@@ -14,7 +14,7 @@
  *
  *   bytes of a slab: MACKO_DENSE12_LIST_AT + 64 and more, a multiple of 128, the same for all slabs of a matrix
  *   0                                                         24576                24640
- *   | elements: 1536 bytes for each tile and slice            | parts of the list  | list            | zeros
+ *   | elements: 1536 bytes for each tile and slice            | bounds             | list            | zeros
  *   | 16 bytes [tile][slice][3][lane]                         | u32 [tile][slice]  | u32 [entries]
  *
  *   elements     of a lane in a slice of a tile, 3 x 16 bytes: low bytes of steps 0 and 1, those of steps 2 and 3, and
@@ -27,7 +27,7 @@
  *                where there are not so many, zeros at the end. An element has the lowest code that stands for it
  *   list         elements of the slab whose e[7:1] the table lacks, Inf and NaN among them: in place they are +0.0.
  *                value << 16 | step << 8 | lane << 3 | i, for each slice of each tile those with the lower step, lane, i
- *                first. Those of a slice of a tile are entries [part & 0xffff, part >> 16) of the slab
+ *                first. Those of a slice of a tile are entries [bounds & 0xffff, bounds >> 16) of the slab
  *   outside of the matrix elements are +0.0
  */
 #ifndef MACKO_DENSE12_H
@@ -44,9 +44,8 @@ enum {
     MACKO_DENSE12_STEPS = 4,  /* of a tile */
     MACKO_DENSE12_CHUNK = 16, /* bytes; a lane has three in a slice of a tile */
     MACKO_DENSE12_SLICE_BYTES = 3 * MACKO_DENSE12_CHUNK * MACKO_SLAB_LANES,
-    MACKO_DENSE12_PARTS = MACKO_SLAB_TILES * MACKO_SLAB_SLICES,
-    MACKO_DENSE12_PARTS_AT = MACKO_DENSE12_PARTS * MACKO_DENSE12_SLICE_BYTES,
-    MACKO_DENSE12_LIST_AT = MACKO_DENSE12_PARTS_AT + MACKO_DENSE12_PARTS * 4,
+    MACKO_DENSE12_BOUNDS_AT = MACKO_SLAB_TILE_SLICES * MACKO_DENSE12_SLICE_BYTES,
+    MACKO_DENSE12_LIST_AT = MACKO_DENSE12_BOUNDS_AT + MACKO_SLAB_TILE_SLICES * 4,
     MACKO_DENSE12_MOST_UNITS = MACKO_SLAB_ROWS * MACKO_SLAB_COLS * 2 / MACKO_SLAB_UNIT, /* of a slab: as a dense one */
     MACKO_DENSE12_MOST_LISTED = (MACKO_DENSE12_MOST_UNITS * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4,
 };
@@ -95,8 +94,8 @@ void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int6
 enum {
     MACKO_DENSE12_OK = 0,
     MACKO_DENSE12_TABLE_ORDER, /* the table is not 0, then rising, then zeros, all e[7:1]; found: the byte's place */
-    MACKO_DENSE12_PART,        /* parts of the list do not follow each other, or end behind the slab; found: the part */
-    MACKO_DENSE12_ENTRY, /* an entry is not behind the one before it in its part, or says more than a place; found: it */
+    MACKO_DENSE12_BOUNDS,      /* bounds do not follow each other, or end behind the slab; found: the tile and slice */
+    MACKO_DENSE12_ENTRY, /* an entry is not behind the one before it of its slice, or says more than a place; found: it */
     MACKO_DENSE12_LISTED, /* an entry's value has a code, or its place is outside of the matrix or is not +0.0; found: it */
     MACKO_DENSE12_OUTSIDE, /* an element outside of the matrix is not +0.0; found: byte of the slab */
     MACKO_DENSE12_CODE,    /* a code is not the lowest that stands for its e[7:1]; found: byte of the slab */
@@ -122,9 +121,6 @@ cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *
                                      macko_slab_totals *totals, cudaStream_t stream);
 /* The slabs of the dense w [m->rows, m->cols] into data. */
 cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_dense12_unpack_cuda(const macko_dense12_matrix *m, int64_t first, int64_t count, void *w,
-                                      cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

@@ -18,10 +18,13 @@ struct Dense12 {
     static constexpr auto histogram = MACKO_HERE(macko_dense12_histogram);
     static constexpr auto count = MACKO_HERE(macko_dense12_count);
     static constexpr auto write = MACKO_HERE(macko_dense12_write);
-    static constexpr auto unpack = MACKO_HERE(macko_dense12_unpack);
+#ifndef USE_CUDA
+    static constexpr auto unpack = macko_dense12_unpack_cpu;
+#endif
     static constexpr auto check = macko_dense12_check_cpu;
-    static constexpr int64_t portable_tokens = 0;
-
+    static int widest(const Matrix &m) {
+        return m.slab_units;
+    }
     static bool waits(const Matrix &m) {
         return m.cols > MACKO_DENSE12_FEW_COLS;
     }
@@ -30,7 +33,7 @@ struct Dense12 {
     }
     static Matrix matrix_of(const char *op, const Packed &p) {
         const Tensor &data = p[0];
-        const int64_t rows = p.rows(), cols = p.cols(), units = p.own(0);
+        const int64_t rows = p.rows(), cols = p.cols(), units = p.number(0);
         const Wanted all[] = {{"data", data, ScalarType::Undefined, 1, 16}};
         check_kinds(op, all);
         const macko_dtype dtype = check_bfloat16(op, "data", data, "dense12");
@@ -47,7 +50,7 @@ struct Dense12 {
                 .rows = rows,
                 .cols = cols,
                 .slab_units = int32_t(units),
-                .table = {uint32_t(p.own(1)), uint32_t(p.own(2))},
+                .table = {uint32_t(p.number(1)), uint32_t(p.number(2))},
                 .dtype = dtype};
     }
     static void refuse(const char *op, const Matrix &m, const macko_slab_totals &totals) {
@@ -78,6 +81,6 @@ Made pack(const Tensor &w_any, const Ints &) {
 } // namespace
 
 const Registered
-    dense12_layout(slab_layout<Dense12>({.name = "dense12", .number = 6, .tensors = 1, .own = 4, .pack = pack}));
+    dense12_layout(slab_layout<Dense12>({.name = "dense12", .number = 6, .tensors = 1, .numbers = 4, .pack = pack}));
 
 } // namespace macko

@@ -7,14 +7,14 @@ enum {
 };
 
 /* Bytes of the slab where the place has its low byte, and its step's codes. */
-static inline int low_at(int part, int place) {
+static inline int low_at(int tile_slice, int place) {
     const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_SLAB_LANES - 1), i = place & 7;
-    return part * MACKO_DENSE12_SLICE_BYTES + (step / 2 * MACKO_SLAB_LANES + lane) * MACKO_DENSE12_CHUNK +
+    return tile_slice * MACKO_DENSE12_SLICE_BYTES + (step / 2 * MACKO_SLAB_LANES + lane) * MACKO_DENSE12_CHUNK +
            step % 2 * STEP_ELEMENTS + i;
 }
-static inline int codes_at(int part, int place) {
+static inline int codes_at(int tile_slice, int place) {
     const int step = place >> STEP_BITS, lane = place >> LANE_BITS & (MACKO_SLAB_LANES - 1);
-    return part * MACKO_DENSE12_SLICE_BYTES + (2 * MACKO_SLAB_LANES + lane) * MACKO_DENSE12_CHUNK + step * 4;
+    return tile_slice * MACKO_DENSE12_SLICE_BYTES + (2 * MACKO_SLAB_LANES + lane) * MACKO_DENSE12_CHUNK + step * 4;
 }
 
 /* Bits of a word of codes. */
@@ -61,11 +61,11 @@ void macko_dense12_count_cpu(const macko_dense12_matrix *m, const uint16_t *w, i
     }
 }
 
-/* A part, whose slab is zeros, but for what its list says; gives how many entries the list has now. */
-static uint32_t write_part(const macko_dense12_matrix *m, const uint16_t *w, const uint8_t codes[128], int64_t slab,
-                           int part, uint32_t listed, uint8_t *begin) {
-    const origin here = part_origin(slab_origin(m->cols, slab), part);
-    for (int first = 0; first < PART_PLACES; first += STEP_ELEMENTS) {
+/* A tile_slice, whose slab is zeros, but for what its list says; gives how many entries the list has now. */
+static uint32_t write_tile_slice(const macko_dense12_matrix *m, const uint16_t *w, const uint8_t codes[128],
+                                 int64_t slab, int tile_slice, uint32_t listed, uint8_t *begin) {
+    const origin here = tile_slice_origin(slab_origin(m->cols, slab), tile_slice);
+    for (int first = 0; first < TILE_SLICE_PLACES; first += STEP_ELEMENTS) {
         uint32_t word = 0;
         for (int i = 0; i < STEP_ELEMENTS; i++) {
             const origin at = place_of(here, first + i);
@@ -77,10 +77,10 @@ static uint32_t write_part(const macko_dense12_matrix *m, const uint16_t *w, con
                 store_32(begin + MACKO_DENSE12_LIST_AT + 4 * listed++, entry);
                 continue;
             }
-            begin[low_at(part, first + i)] = (uint8_t)macko_dense12_split(m->dtype, value);
+            begin[low_at(tile_slice, first + i)] = (uint8_t)macko_dense12_split(m->dtype, value);
             word |= code << code_bit(i) | (uint32_t)(value >> 15) << sign_bit(i);
         }
-        store_32(begin + codes_at(part, first), word);
+        store_32(begin + codes_at(tile_slice, first), word);
     }
     return listed;
 }
@@ -93,19 +93,19 @@ void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, u
         uint8_t *const begin = data + slab * size;
         uint32_t listed = 0;
         memset(begin, 0, (size_t)size);
-        for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
-            const uint32_t part_first = listed;
-            listed = write_part(m, w, codes, slab, part, listed, begin);
-            store_32(begin + MACKO_DENSE12_PARTS_AT + 4 * part, listed << 16 | part_first);
+        for (int tile_slice = 0; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++) {
+            const uint32_t list_first = listed;
+            listed = write_tile_slice(m, w, codes, slab, tile_slice, listed, begin);
+            store_32(begin + MACKO_DENSE12_BOUNDS_AT + 4 * tile_slice, listed << 16 | list_first);
         }
     }
 }
 
 /* What stands in a place, and not in the list. */
-static uint16_t load_place(const macko_dense12_matrix *m, const uint8_t *slab, int part, int place) {
-    const uint32_t word = load_32(slab + codes_at(part, place));
+static uint16_t load_place(const macko_dense12_matrix *m, const uint8_t *slab, int tile_slice, int place) {
+    const uint32_t word = load_32(slab + codes_at(tile_slice, place));
     const int i = place & 7, high = table_byte(m->table, word >> code_bit(i) & 7);
-    const uint32_t split = (word >> sign_bit(i) & 1) << 15 | (uint32_t)high << 8 | slab[low_at(part, place)];
+    const uint32_t split = (word >> sign_bit(i) & 1) << 15 | (uint32_t)high << 8 | slab[low_at(tile_slice, place)];
     return (uint16_t)macko_dense12_join(m->dtype, split);
 }
 
@@ -115,18 +115,18 @@ void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int6
     if (!count) return;
     for (int64_t slab = first / MACKO_SLAB_ROWS * slabs; slab < macko_slab_row_blocks(stop) * slabs; slab++) {
         const uint8_t *const begin = m->data + slab * size;
-        for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
-            const origin here = part_origin(slab_origin(m->cols, slab), part);
+        for (int tile_slice = 0; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++) {
+            const origin here = tile_slice_origin(slab_origin(m->cols, slab), tile_slice);
             if (here.row >= stop || here.row + SLICE_ROWS <= first) continue;
-            for (int place = 0; place < PART_PLACES; place++) {
+            for (int place = 0; place < TILE_SLICE_PLACES; place++) {
                 const origin at = place_of(here, place);
                 if (at.row >= first && at.row < stop && at.col < m->cols)
-                    w[(at.row - first) * m->cols + at.col] = load_place(m, begin, part, place);
+                    w[(at.row - first) * m->cols + at.col] = load_place(m, begin, tile_slice, place);
             }
-            const uint32_t bounds = load_32(begin + MACKO_DENSE12_PARTS_AT + 4 * part);
+            const uint32_t bounds = load_32(begin + MACKO_DENSE12_BOUNDS_AT + 4 * tile_slice);
             for (uint32_t k = bounds & 0xffff; k < bounds >> 16; k++) {
                 const uint32_t entry = load_32(begin + MACKO_DENSE12_LIST_AT + 4 * k);
-                const origin at = place_of(here, entry & (PART_PLACES - 1));
+                const origin at = place_of(here, entry & (TILE_SLICE_PLACES - 1));
                 if (at.row >= first && at.row < stop && at.col < m->cols)
                     w[(at.row - first) * m->cols + at.col] = (uint16_t)(entry >> 16);
             }
@@ -140,25 +140,25 @@ static macko_fault check_list(const macko_dense12_matrix *m, int64_t slab, const
     const uint8_t *const begin = m->data + slab * m->slab_units * MACKO_SLAB_UNIT;
     const uint32_t room = (uint32_t)(m->slab_units * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4;
     uint32_t end = 0;
-    for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
-        const uint32_t bounds = load_32(begin + MACKO_DENSE12_PARTS_AT + 4 * part);
+    for (int tile_slice = 0; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++) {
+        const uint32_t bounds = load_32(begin + MACKO_DENSE12_BOUNDS_AT + 4 * tile_slice);
         if ((bounds & 0xffff) != end || bounds >> 16 < end || bounds >> 16 > room)
-            return (macko_fault){MACKO_DENSE12_PART, block, slab, part};
+            return (macko_fault){MACKO_DENSE12_BOUNDS, block, slab, tile_slice};
         end = bounds >> 16;
     }
     for (int kind = MACKO_DENSE12_ENTRY; kind <= MACKO_DENSE12_LISTED; kind++)
-        for (int part = 0; part < MACKO_DENSE12_PARTS; part++) {
-            const uint32_t bounds = load_32(begin + MACKO_DENSE12_PARTS_AT + 4 * part);
-            const origin here = part_origin(slab_origin(m->cols, slab), part);
+        for (int tile_slice = 0; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++) {
+            const uint32_t bounds = load_32(begin + MACKO_DENSE12_BOUNDS_AT + 4 * tile_slice);
+            const origin here = tile_slice_origin(slab_origin(m->cols, slab), tile_slice);
             int before = -1;
             for (uint32_t k = bounds & 0xffff; k < bounds >> 16; k++) {
                 const uint32_t entry = load_32(begin + MACKO_DENSE12_LIST_AT + 4 * k);
                 const int place = entry & 0xffff;
-                int bad = place <= before || place >= PART_PLACES;
+                int bad = place <= before || place >= TILE_SLICE_PLACES;
                 if (kind == MACKO_DENSE12_LISTED) {
                     const origin at = place_of(here, place);
                     bad = code_of(codes, m->dtype, (uint16_t)(entry >> 16)) != NO_CODE || at.row >= m->rows ||
-                          at.col >= m->cols || load_place(m, begin, part, place);
+                          at.col >= m->cols || load_place(m, begin, tile_slice, place);
                 }
                 if (bad) return (macko_fault){kind, block, slab, k};
                 before = place;
@@ -173,14 +173,16 @@ static macko_fault check_elements(const macko_dense12_matrix *m, int64_t slab, i
     const origin from = slab_origin(m->cols, slab);
     const uint8_t *const begin = m->data + slab * m->slab_units * MACKO_SLAB_UNIT;
     if (from.row + MACKO_SLAB_ROWS > m->rows || from.col + MACKO_SLAB_COLS > m->cols)
-        for (int i = 0; i < MACKO_DENSE12_PARTS * PART_PLACES; i++) {
-            const int part = i / PART_PLACES, place = i % PART_PLACES, low = low_at(part, place);
-            const origin at = place_of(part_origin(from, part), place);
-            if ((at.row >= m->rows || at.col >= m->cols) && load_place(m, begin, part, place))
-                return (macko_fault){MACKO_DENSE12_OUTSIDE, block, slab, begin[low] ? low : codes_at(part, place)};
+        for (int i = 0; i < MACKO_SLAB_TILE_SLICES * TILE_SLICE_PLACES; i++) {
+            const int tile_slice = i / TILE_SLICE_PLACES, place = i % TILE_SLICE_PLACES,
+                      low = low_at(tile_slice, place);
+            const origin at = place_of(tile_slice_origin(from, tile_slice), place);
+            if ((at.row >= m->rows || at.col >= m->cols) && load_place(m, begin, tile_slice, place))
+                return (macko_fault){MACKO_DENSE12_OUTSIDE, block, slab,
+                                     begin[low] ? low : codes_at(tile_slice, place)};
         }
-    for (int i = 0; i < MACKO_DENSE12_PARTS * PART_PLACES; i++) {
-        const int part = i / PART_PLACES, place = i % PART_PLACES, byte = codes_at(part, place);
+    for (int i = 0; i < MACKO_SLAB_TILE_SLICES * TILE_SLICE_PLACES; i++) {
+        const int tile_slice = i / TILE_SLICE_PLACES, place = i % TILE_SLICE_PLACES, byte = codes_at(tile_slice, place);
         const int code = load_32(begin + byte) >> code_bit(place & 7) & 7;
         if (code && !table_byte(m->table, code)) return (macko_fault){MACKO_DENSE12_CODE, block, slab, byte};
     }

@@ -1,4 +1,4 @@
-// The dense12 layout from dense rows, and back, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows and
+// The dense12 layout from dense rows, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows and
 // 256 columns, in the order of dense12.h.
 #include "../../slab/slices.cuh"
 #include "dense12.h"
@@ -121,7 +121,7 @@ __device__ __forceinline__ uint32_t write_elements(const uint16_t *w, int64_t ro
 __global__ void __launch_bounds__(THREADS) write_slabs(const uint16_t *w, int64_t rows, int64_t cols, macko_dtype dtype,
                                                        dense12_table table, int slab_units, uint8_t *data) {
     __shared__ uint8_t codes[HIGHS];
-    __shared__ uint32_t ends[MACKO_DENSE12_PARTS]; // counts, then where the parts of the list end
+    __shared__ uint32_t ends[MACKO_SLAB_TILE_SLICES]; // counts, then where the lists of slices of tiles end
     find_codes(table, codes);
     const slice_of from(cols);
     uint8_t *const slab = data + (int64_t)blockIdx.x * slab_units * MACKO_SLAB_UNIT;
@@ -134,68 +134,20 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const uint16_t *w, int64_
     }
     __syncthreads();
     if (threadIdx.x == 0)
-        for (int part = 1; part < MACKO_DENSE12_PARTS; part++) ends[part] += ends[part - 1];
+        for (int tile_slice = 1; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++)
+            ends[tile_slice] += ends[tile_slice - 1];
     __syncthreads();
-    const auto begin_of = [&](int part) { return part ? ends[part - 1] : 0; };
-    if (threadIdx.x < MACKO_DENSE12_PARTS)
-        ((uint32_t *)(slab + MACKO_DENSE12_PARTS_AT))[threadIdx.x] = ends[threadIdx.x] << 16 | begin_of(threadIdx.x);
+    const auto begin_of = [&](int tile_slice) { return tile_slice ? ends[tile_slice - 1] : 0; };
+    if (threadIdx.x < MACKO_SLAB_TILE_SLICES)
+        ((uint32_t *)(slab + MACKO_DENSE12_BOUNDS_AT))[threadIdx.x] = ends[threadIdx.x] << 16 | begin_of(threadIdx.x);
     uint32_t *const list = (uint32_t *)(slab + MACKO_DENSE12_LIST_AT);
     const int room = (slab_units * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4;
-    for (int i = ends[MACKO_DENSE12_PARTS - 1] + threadIdx.x; i < room; i += THREADS) list[i] = 0;
+    for (int i = ends[MACKO_SLAB_TILE_SLICES - 1] + threadIdx.x; i < room; i += THREADS) list[i] = 0;
 #pragma unroll
     for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
         if (!__any_sync(FULL_WARP, listed[tile])) continue;
         write_list(w, cols, from, tile, listed[tile], list + begin_of(tile * MACKO_SLAB_SLICES + from.slice),
                    [](uint32_t place, uint32_t value) { return value << 16 | place; });
-    }
-}
-
-// A warp decodes tile after tile of its slice to shared memory, puts what is listed in its place, and stores rows.
-__global__ void __launch_bounds__(THREADS)
-    unpack_slabs(const macko_dense12_matrix m, int64_t first, int64_t stop, uint16_t *w) {
-    __shared__ __align__(16) uint16_t rooms[MACKO_SLAB_SLICES][SLICE_ROWS * DENSE_STRIDE];
-    slice_of from(m.cols);
-    from.row += first / MACKO_SLAB_ROWS * MACKO_SLAB_ROWS;
-    if (from.row >= stop || from.row + SLICE_ROWS <= first) return;
-    const int64_t slab_index = first / MACKO_SLAB_ROWS * macko_slabs_across(m.cols) + blockIdx.x;
-    const uint8_t *const slab = m.data + slab_index * m.slab_units * MACKO_SLAB_UNIT;
-    uint16_t *const room = rooms[from.slice];
-    const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
-    const int zeros = m.dtype == MACKO_F16 ? 3 : 0; // codec.cuh says what becomes of the sign
-    const uint32_t signs = 0x80808080u >> zeros;
-    const bool whole = aligned && from.row >= first && from.row + SLICE_ROWS <= stop;
-    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
-        const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
-        if (begin_col >= m.cols) return;
-        const int part = tile * MACKO_SLAB_SLICES + from.slice;
-        const uint4 *const chunks = (const uint4 *)(slab + part * MACKO_DENSE12_SLICE_BYTES) + from.lane;
-        const uint4 low = load_stream(chunks), more = load_stream(chunks + WARP),
-                    codes = load_stream(chunks + 2 * WARP);
-        const uint32_t lows[] = {low.x, low.y, low.z, low.w, more.x, more.y, more.z, more.w};
-        const uint32_t words[] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-        for (int step = 0; step < MACKO_DENSE12_STEPS; step++)
-#pragma unroll
-            for (int four = 0; four < 2; four++) { // the elements of a group
-                const uint32_t word = words[step], bytes = lows[2 * step + four];
-                const uint32_t highs = __byte_perm(m.table[0], m.table[1], word >> 16 * four & 0x7777) |
-                                       ((four ? word << (4 - zeros) : word >> zeros) & signs);
-                uint32_t *const to = (uint32_t *)(room + macko_slab_row(from.lane, 0) * DENSE_STRIDE +
-                                                  macko_slab_col(from.lane, 2 * step + four, 0));
-                to[0] = __byte_perm(bytes, highs, 0x5140) << zeros;
-                to[8 * DENSE_STRIDE / 2] = __byte_perm(bytes, highs, 0x7362) << zeros;
-            }
-        __syncwarp();
-        const uint32_t bounds = ((const uint32_t *)(slab + MACKO_DENSE12_PARTS_AT))[part];
-        for (uint32_t k = (bounds & 0xffff) + from.lane; k < bounds >> 16; k += WARP) {
-            const uint32_t entry = ((const uint32_t *)(slab + MACKO_DENSE12_LIST_AT))[k];
-            const int step = entry >> 8 & 3, lane = entry >> 3 & 31, i = entry & 7;
-            room[macko_slab_row(lane, i % MACKO_SLAB_QUAD) * DENSE_STRIDE +
-                 macko_slab_col(lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD)] = (uint16_t)(entry >> 16);
-        }
-        __syncwarp();
-        store_dense(room, from, begin_col, first, stop, m.cols, whole, w);
-        __syncwarp();
     }
 }
 
@@ -225,9 +177,4 @@ cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *
         write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols, m->dtype,
                                                              {m->table[0], m->table[1]}, m->slab_units, data);
     return cudaGetLastError();
-}
-
-cudaError_t macko_dense12_unpack_cuda(const macko_dense12_matrix *m, int64_t first, int64_t count, void *w,
-                                      cudaStream_t stream) {
-    return launch_unpack(unpack_slabs, *m, first, count, w, stream);
 }

@@ -21,10 +21,16 @@ struct four_bytes {
 
     __device__ __forceinline__ static void make(uint32_t four, uint32_t &a0, uint32_t &a1) {
         if constexpr (KIND == MACKO_E4M3 && HALF) {
+#if __CUDA_ARCH__ < 890
+            // No cvt of e4m3: its exponent at the end of a half's is 2^-8 of the number, also where it is subnormal.
+            expand(four, 0x1404, a0);
+            expand(four, 0x3424, a1);
+#else
             asm("{ .reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
                 "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high; }"
                 : "=r"(a0), "=r"(a1)
                 : "r"(four));
+#endif
         } else if constexpr (KIND == MACKO_E4M3) {
             // With its exponent at the end of a bfloat16's it is 2^-120 of the number, also where it is subnormal.
             const uint32_t low = four << 1 & 0xf0f0f0f0, high = four & 0x87878787;
@@ -43,8 +49,18 @@ struct four_bytes {
     }
 
   private:
+    // Two e4m3, which `selector` puts into upper halves of registers' halves, as float16.
+    __device__ __forceinline__ static void expand(uint32_t four, uint32_t selector, uint32_t &to) {
+        const uint32_t upper = byte_permute(four, 0, selector);
+        const uint32_t scaled = (upper >> 1 & 0x3f803f80) | (upper & 0x80008000);
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(to) : "r"(scaled), "r"(0x5c005c00)); // 256
+    }
     __device__ __forceinline__ static void multiply(uint32_t &to, uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ < 900 // -0.0 is added, which changes nothing: there is no mul
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(to) : "r"(a), "r"(b), "r"(0x80008000));
+#else
         asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(to) : "r"(a), "r"(b));
+#endif
     }
     __device__ __forceinline__ static void multiply_add(uint32_t &to, uint32_t a, uint32_t b, uint32_t c) {
         asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(to) : "r"(a), "r"(b), "r"(c));

@@ -25,22 +25,4 @@ __device__ __forceinline__ void load_codes(const uint8_t *w, int64_t rows, int64
     }
 }
 
-// Puts element i of a step of a lane, as the layout holds it, into dense rows of a slice of a tile.
-__device__ __forceinline__ void put_code(uint16_t *room, const slice_of &from, int step, int i, uint32_t held,
-                                         const float (&scales)[2], macko_byte_kind kind, macko_dtype dtype) {
-    const int e = i % MACKO_SLAB_QUAD, j = 2 * step + i / MACKO_SLAB_QUAD;
-    const float value = macko_byte_value(kind, macko_byte_code(kind, dtype, (uint8_t)held)) * scales[e / 2];
-    uint16_t *const to = room + macko_slab_row(from.lane, e) * DENSE_STRIDE + macko_slab_col(from.lane, j, e);
-    *to = dtype == MACKO_F16 ? __half_as_ushort(__float2half_rn(value))
-                             : __bfloat16_as_ushort(__float2bfloat16_rn(value));
-}
-
-// Scales of the rows of which a lane has elements; 0 outside of the matrix.
-__device__ __forceinline__ void load_scales(const float *scales, int64_t rows, const slice_of &from, float (&own)[2]) {
-    for (int k = 0; k < 2; k++) {
-        const int64_t row = from.row + macko_slab_row(from.lane, 2 * k);
-        own[k] = row < rows ? scales[row] : 0;
-    }
-}
-
 } // namespace macko

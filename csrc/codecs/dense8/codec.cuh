@@ -12,6 +12,7 @@ struct dense8 {
     using constants = byte_weights;
     using bytes = four_bytes<KIND, T>;
     static constexpr bool SAME_SIZE = true, SCALED = true;
+    static constexpr int STEPS = 1;
     static constexpr float FOLD = bytes::FOLD;
     static constexpr int BASE = 0, HALVES_TO = 0;
     static constexpr bool takes(macko_slab_many_shape shape) {

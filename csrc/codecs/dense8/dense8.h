@@ -24,8 +24,7 @@ enum {
     MACKO_DENSE8_STEPS = 4,  /* of a tile */
     MACKO_DENSE8_CHUNK = 16, /* bytes; a lane has two in a slice of a tile */
     MACKO_DENSE8_SLICE_BYTES = 2 * MACKO_DENSE8_CHUNK * MACKO_SLAB_LANES,
-    MACKO_DENSE8_PARTS = MACKO_SLAB_TILES * MACKO_SLAB_SLICES,
-    MACKO_DENSE8_SLAB_BYTES = MACKO_DENSE8_PARTS * MACKO_DENSE8_SLICE_BYTES,
+    MACKO_DENSE8_SLAB_BYTES = MACKO_SLAB_TILE_SLICES * MACKO_DENSE8_SLICE_BYTES,
     MACKO_DENSE8_UNITS = MACKO_DENSE8_SLAB_BYTES / MACKO_SLAB_UNIT, /* of every slab */
 };
 
@@ -63,9 +62,6 @@ int64_t macko_bad_scale_cpu(const float *scales, int64_t rows);
 
 /* The slabs of the codes w [m->rows, m->cols] into data. */
 cudaError_t macko_dense8_write_cuda(const macko_dense8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_dense8_unpack_cuda(const macko_dense8_matrix *m, int64_t first, int64_t count, void *w,
-                                     cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

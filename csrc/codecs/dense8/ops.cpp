@@ -12,10 +12,13 @@ struct Dense8 {
     using Matrix = macko_dense8_matrix;
     using Element = uint8_t;
     static constexpr auto write = MACKO_HERE(macko_dense8_write);
-    static constexpr auto unpack = MACKO_HERE(macko_dense8_unpack);
+#ifndef USE_CUDA
+    static constexpr auto unpack = macko_dense8_unpack_cpu;
+#endif
     static constexpr auto check = macko_dense8_check_cpu;
-    static constexpr int64_t portable_tokens = 0;
-
+    static int widest(const Matrix &) {
+        return MACKO_DENSE8_UNITS;
+    }
     static bool waits(const Matrix &) {
         return false;
     }
@@ -29,7 +32,7 @@ struct Dense8 {
         check_kinds(op, all);
         const macko_dtype dtype = check_16_bits(op, "data", data);
         check_sizes(op, p);
-        const macko_byte_kind kind = check_kind(op, p.own(0));
+        const macko_byte_kind kind = check_kind(op, p.number(0));
         const int64_t wanted = macko_slab_count(rows, cols) * MACKO_DENSE8_SLAB_BYTES / 2;
         if (data.numel() != wanted)
             fail(op, "data has ", data.numel(), " elements, expected ", wanted, " for a matrix of ", rows, " x ", cols);
@@ -52,6 +55,6 @@ Made pack(const Tensor &w, const Ints &options) {
 } // namespace
 
 const Registered dense8_layout(
-    slab_layout<Dense8>({.name = "dense8", .number = 8, .tensors = 2, .own = 1, .pack_options = 2, .pack = pack}));
+    slab_layout<Dense8>({.name = "dense8", .number = 8, .tensors = 2, .numbers = 1, .pack_options = 2, .pack = pack}));
 
 } // namespace macko

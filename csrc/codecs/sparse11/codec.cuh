@@ -43,7 +43,7 @@ struct sparse11_lane {
     uint32_t have[STEPS];   // bit 2 of an element's nibble: it has a value
     uint32_t at[STEPS + 1]; // bits of the column before a step's values
     uint32_t column;        // where it begins
-    uint32_t slab, part;    // where the tile is, and its part
+    uint32_t slab, where;   // where the tile is; the slice's values, and its list
 
     __device__ __forceinline__ void read_codes(uint32_t from) {
 #pragma unroll
@@ -83,13 +83,13 @@ struct sparse11_lane {
     __device__ __forceinline__ static uint32_t upper_half(uint32_t word, const sparse11_numbers &numbers) {
         return __dp2a_lo(word, numbers.upper, 0u);
     }
-    // The listed values of steps FIRST to STEP, one by one: few parts have any, and those mostly one, so that the word
+    // The listed values of steps FIRST to STEP, one by one: few slices have any, and those mostly one, so that the word
     // behind it is read with it. place: the lane's, as in a list.
     template <int FIRST, int STEP>
     __device__ __forceinline__ void put_listed(uint32_t (&a)[4][4], uint32_t place) const {
-        if (part < (uint32_t)(MACKO_SPARSE11_END_AT + 1) << 16) return;
+        if (where < (uint32_t)(MACKO_SPARSE11_END_AT + 1) << 16) return;
         constexpr uint32_t END = (uint32_t)(STEP + 1) << 24;
-        uint32_t entry, next, at = slab + (part >> 16);
+        uint32_t entry, next, at = slab + (where >> 16);
         read_32(entry, at);
         read_32(next, at + 4);
         if (STEP < STEPS - 1 && entry >= END) return;
@@ -125,6 +125,7 @@ struct sparse11 {
     using T = VALUE;
     using constants = sparse11_weights;
     static constexpr bool SAME_SIZE = false, SCALED = false;
+    static constexpr int STEPS = 2, HALF_STEPS = 4;
     static constexpr int BASE = 0, LEAST_BYTES = MACKO_SPARSE11_VALUES_AT,
                          HALVES_TO = 32; // with more tokens there are too few stages for two at once
     static constexpr bool takes(macko_slab_many_shape shape) {
@@ -135,15 +136,15 @@ struct sparse11 {
     struct reader : column_reader<sparse11_lane<T>, sparse11_numbers, HALF> {
         using columns = column_reader<sparse11_lane<T>, sparse11_numbers, HALF>;
         using columns::lanes, columns::words, columns::start, columns::numbers, columns::own_column;
-        static constexpr int NEXT_PART = MACKO_SLAB_SLICES * 4;
-        // Offsets in a slab of the lane's codes and start, and of the warp's part.
-        uint32_t codes_at, start_at, part_at;
+        static constexpr int NEXT_TILE = MACKO_SLAB_SLICES * 4;
+        // Offsets in a slab of the lane's codes and start, and of the warp's where.
+        uint32_t codes_at, start_at, where_at;
 
         __device__ __forceinline__ reader(const constants &weights, int tile, int slice, int lane)
             : columns(sparse11_numbers(weights, lane, HALF ? threadIdx.y : 0)) {
             codes_at = held((tile * MACKO_SLAB_SLICES + slice) * MACKO_SPARSE11_SLICE_BYTES + lane * 4);
             start_at = held(MACKO_SPARSE11_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
-            part_at = held(MACKO_SPARSE11_PARTS_AT + (tile * MACKO_SLAB_SLICES + slice) * 4);
+            where_at = held(MACKO_SPARSE11_SLICES_AT + (tile * MACKO_SLAB_SLICES + slice) * 4);
             this->hold(tile, lane);
         }
         template <int STEP, int TILE>
@@ -152,11 +153,11 @@ struct sparse11 {
             sparse11_lane<T> &tile = lanes[TILE];
             if (STEP == 0) {
                 tile.slab = slab;
-                read_32(tile.part, slab + part_at + (GOES_ON ? NEXT_PART : 0));
+                read_32(tile.where, slab + where_at + (GOES_ON ? NEXT_TILE : 0));
                 if (!GOES_ON) read_32(start, slab + start_at);
                 tile.read_codes(slab + codes_at + (GOES_ON ? MACKO_SLAB_SLICES * MACKO_SPARSE11_SLICE_BYTES : 0));
             } else if (STEP == 1) {
-                this->template begin<TILE>(slab + (tile.part & 0xffff));
+                this->template begin<TILE>(slab + (tile.where & 0xffff));
             } else if (STEP == 2) {
                 tile.count(numbers);
             } else {
@@ -180,8 +181,8 @@ struct sparse11 {
     struct many_reader : column_stream {
         static constexpr int TILE_BYTES = MACKO_SLAB_SLICES * MACKO_SPARSE11_SLICE_BYTES;
         sparse11_numbers numbers;
-        // The slab; of the tile that is prepared the lane's codes and the warp's part.
-        uint32_t slab, codes_at, part_at;
+        // The slab; of the tile that is prepared the lane's codes and the warp's where.
+        uint32_t slab, codes_at, where_at;
         sparse11_lane<T> here, next;
         uint32_t words[COLUMN_STEPS + 1][3];
 
@@ -191,15 +192,15 @@ struct sparse11 {
         __device__ __forceinline__ void open(uint32_t first, int slice, int lane) {
             slab = first;
             codes_at = slab + slice * MACKO_SPARSE11_SLICE_BYTES + lane * 4;
-            part_at = slab + MACKO_SPARSE11_PARTS_AT + slice * 4;
+            where_at = slab + MACKO_SPARSE11_SLICES_AT + slice * 4;
             read_32(start, slab + MACKO_SPARSE11_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
-            read_32(values, part_at);
+            read_32(values, where_at);
             values = slab + (values & 0xffff);
             begin(lane);
         }
         __device__ __forceinline__ void skip_half() {
             codes_at += MACKO_SLAB_TILES / 2 * TILE_BYTES;
-            part_at += MACKO_SLAB_TILES / 2 * MACKO_SLAB_SLICES * 4;
+            where_at += MACKO_SLAB_TILES / 2 * MACKO_SLAB_SLICES * 4;
             spill();
         }
         __device__ __forceinline__ void prepare_first(const constants &weights) {
@@ -211,7 +212,7 @@ struct sparse11 {
         __device__ __forceinline__ void advance(bool to_second_half) {
             here = next;
             codes_at += TILE_BYTES;
-            part_at += MACKO_SLAB_SLICES * 4;
+            where_at += MACKO_SLAB_SLICES * 4;
             at = next.at[COLUMN_STEPS];
             if (to_second_half) spill();
         }
@@ -219,7 +220,7 @@ struct sparse11 {
         __device__ __forceinline__ void prepare(const constants &) {
             if (STEP == 0) {
                 next.slab = slab;
-                read_32(next.part, part_at);
+                read_32(next.where, where_at);
                 next.read_codes(codes_at);
             } else if (STEP == 1) {
                 next.at[0] = at;

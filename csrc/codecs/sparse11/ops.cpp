@@ -15,10 +15,13 @@ struct Sparse11 {
     static constexpr auto histogram = MACKO_HERE(macko_sparse11_histogram);
     static constexpr auto count = MACKO_HERE(macko_sparse11_count);
     static constexpr auto write = MACKO_HERE(macko_sparse11_write);
-    static constexpr auto unpack = MACKO_HERE(macko_sparse11_unpack);
+#ifndef USE_CUDA
+    static constexpr auto unpack = macko_sparse11_unpack_cpu;
+#endif
     static constexpr auto check = macko_sparse11_check_cpu;
-    static constexpr int64_t portable_tokens = 0;
-
+    static int widest(const Matrix &m) {
+        return m.widest;
+    }
     static bool waits(const Matrix &) { // also with three stages: the kernel for many takes longer to decode
         return false;
     }
@@ -32,8 +35,8 @@ struct Sparse11 {
                 .offsets = reads<int32_t>(p[1]),
                 .rows = p.rows(),
                 .cols = p.cols(),
-                .widest = int32_t(p.own(0)),
-                .table = {uint32_t(p.own(1)), uint32_t(p.own(2))},
+                .widest = int32_t(p.number(0)),
+                .table = {uint32_t(p.number(1)), uint32_t(p.number(2))},
                 .units = p[0].numel() * 2 / MACKO_SLAB_UNIT,
                 .dtype = dtype};
     }
@@ -52,12 +55,12 @@ Made lay_out(const Packed &canonical, const Ints &) {
     const Slabs s = lay_out_slabs<Sparse11>(canonical, m);
     return {{s.data, s.offsets},
             {sparse11_layout.number, m.rows, m.cols, m.widest, m.table[0], m.table[1], s.totals.stored, s.totals.listed,
-             canonical.own(0)}};
+             canonical.number(0)}};
 }
 
 } // namespace
 
 const Registered sparse11_layout(
-    slab_layout<Sparse11>({.name = "sparse11", .number = 7, .tensors = 2, .own = 6, .lay_out = lay_out}));
+    slab_layout<Sparse11>({.name = "sparse11", .number = 7, .tensors = 2, .numbers = 6, .lay_out = lay_out}));
 
 } // namespace macko

@@ -27,13 +27,13 @@ static inline int code_of(macko_dtype dtype, uint16_t value, const uint8_t codes
 }
 
 /* The codes of a slice of a slab, by tile and place, NO_CODE where a value is listed. */
-typedef uint8_t slice_codes[MACKO_SLAB_TILES][PART_PLACES];
+typedef uint8_t slice_codes[MACKO_SLAB_TILES][TILE_SLICE_PLACES];
 
 static inline int in_stream(int code) {
     return code != 0 && code != NO_CODE;
 }
 
-static int values_in(const uint8_t codes[PART_PLACES], int lane) {
+static int values_in(const uint8_t codes[TILE_SLICE_PLACES], int lane) {
     int count = 0;
     for (int n = 0; n < MACKO_SPARSE11_STEPS * STEP_ELEMENTS; n++) count += in_stream(codes[nth_place(lane, n)]);
     return count;
@@ -52,9 +52,9 @@ static int find_slice(const macko_sparse11_matrix *m, const uint16_t *w, origin 
                       const uint8_t codes[256], slice_codes found) {
     int listed = 0;
     for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
-        const origin part = part_origin(slab, tile * MACKO_SLAB_SLICES + slice);
-        for (int place = 0; place < PART_PLACES; place++) {
-            const origin at = place_of(part, place);
+        const origin tile_slice = tile_slice_origin(slab, tile * MACKO_SLAB_SLICES + slice);
+        for (int place = 0; place < TILE_SLICE_PLACES; place++) {
+            const origin at = place_of(tile_slice, place);
             found[tile][place] = 0;
             if (at.row < m->rows && at.col < m->cols)
                 found[tile][place] = (uint8_t)code_of(m->dtype, w[at.row * m->cols + at.col], codes);
@@ -64,12 +64,12 @@ static int find_slice(const macko_sparse11_matrix *m, const uint16_t *w, origin 
     return listed;
 }
 
-/* Words of codes of a lane in a part: of which word and bit of it code bit k of the place is. */
-static inline const uint8_t *codes_at(const uint8_t *slab, int part, int lane, int word) {
-    return slab + part * MACKO_SPARSE11_SLICE_BYTES + (word * MACKO_SLAB_LANES + lane) * 4;
+/* Words of codes of a lane in a tile_slice: of which word and bit of it code bit k of the place is. */
+static inline const uint8_t *codes_at(const uint8_t *slab, int tile_slice, int lane, int word) {
+    return slab + tile_slice * MACKO_SPARSE11_SLICE_BYTES + (word * MACKO_SLAB_LANES + lane) * 4;
 }
 
-static void store_codes(uint8_t *slab, int part, const uint8_t codes[PART_PLACES]) {
+static void store_codes(uint8_t *slab, int tile_slice, const uint8_t codes[TILE_SLICE_PLACES]) {
     for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
         uint32_t words[MACKO_SPARSE11_WORDS] = {0};
         for (int step = 0; step < MACKO_SPARSE11_STEPS; step++)
@@ -81,14 +81,15 @@ static void store_codes(uint8_t *slab, int part, const uint8_t codes[PART_PLACES
                 else
                     for (int k = 0; k < MACKO_SPARSE11_WORDS; k++) words[k] |= (code >> k & 1) << (4 * i + 3);
             }
-        for (int k = 0; k < MACKO_SPARSE11_WORDS; k++) store_32((uint8_t *)codes_at(slab, part, lane, k), words[k]);
+        for (int k = 0; k < MACKO_SPARSE11_WORDS; k++)
+            store_32((uint8_t *)codes_at(slab, tile_slice, lane, k), words[k]);
     }
 }
 
-static void load_codes(const uint8_t *slab, int part, uint8_t codes[PART_PLACES]) {
+static void load_codes(const uint8_t *slab, int tile_slice, uint8_t codes[TILE_SLICE_PLACES]) {
     for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
         uint32_t words[MACKO_SPARSE11_WORDS];
-        for (int k = 0; k < MACKO_SPARSE11_WORDS; k++) words[k] = load_32(codes_at(slab, part, lane, k));
+        for (int k = 0; k < MACKO_SPARSE11_WORDS; k++) words[k] = load_32(codes_at(slab, tile_slice, lane, k));
         for (int step = 0; step < MACKO_SPARSE11_STEPS; step++)
             for (int i = 0; i < STEP_ELEMENTS; i++) {
                 uint32_t code = 0;
@@ -107,10 +108,10 @@ void macko_sparse11_histogram_cpu(const macko_sparse11_matrix *m, const uint16_t
             w[i] & (SIGN - 1) && !macko_sparse11_has_low_bits(m->dtype, w[i]);
 }
 
-/* Words of a part's list. */
-static int list_words(const uint8_t codes[PART_PLACES]) {
+/* Words of a tile_slice's list. */
+static int list_words(const uint8_t codes[TILE_SLICE_PLACES]) {
     int listed = 0;
-    for (int place = 0; place < PART_PLACES; place++) listed += codes[place] == NO_CODE;
+    for (int place = 0; place < TILE_SLICE_PLACES; place++) listed += codes[place] == NO_CODE;
     return macko_sparse11_words(listed);
 }
 
@@ -150,14 +151,14 @@ void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w,
             value_begins[slice] = values_at;
             memcpy(begin + MACKO_SPARSE11_STARTS_AT + slice * sizeof plan.starts, plan.starts, sizeof plan.starts);
             for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
-                const origin part = part_origin(from, tile * MACKO_SLAB_SLICES + slice);
+                const origin tile_slice = tile_slice_origin(from, tile * MACKO_SLAB_SLICES + slice);
                 store_codes(begin, tile * MACKO_SLAB_SLICES + slice, own[slice][tile]);
                 for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
                     int k = first_in_half(plan.starts[lane], tile);
                     for (int n = 0; n < MACKO_SPARSE11_STEPS * STEP_ELEMENTS; n++) {
                         const int place = nth_place(lane, n);
                         if (!in_stream(own[slice][tile][place])) continue;
-                        const origin at = place_of(part, place);
+                        const origin at = place_of(tile_slice, place);
                         begin[values_at + (uint32_t)value_at(plan.starts[lane], lane, tile / HALF_TILES, k++)] =
                             (uint8_t)macko_sparse11_split(m->dtype, w[at.row * m->cols + at.col]);
                     }
@@ -167,22 +168,22 @@ void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w,
         }
         uint32_t list_at = values_at;
         store_32(begin + MACKO_SPARSE11_END_AT, MACKO_SPARSE11_END);
-        for (int part = 0; part < MACKO_SPARSE11_PARTS; part++) {
-            const uint8_t *const part_codes = own[part % MACKO_SLAB_SLICES][part / MACKO_SLAB_SLICES];
-            const uint32_t part_at = list_at;
-            for (int place = 0; place < PART_PLACES; place++) {
-                if (part_codes[place] != NO_CODE) continue;
-                const origin at = place_of(part_origin(from, part), place);
+        for (int tile_slice = 0; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++) {
+            const uint8_t *const tile_codes = own[tile_slice % MACKO_SLAB_SLICES][tile_slice / MACKO_SLAB_SLICES];
+            const uint32_t list_begin = list_at;
+            for (int place = 0; place < TILE_SLICE_PLACES; place++) {
+                if (tile_codes[place] != NO_CODE) continue;
+                const origin at = place_of(tile_slice_origin(from, tile_slice), place);
                 store_32(begin + list_at, (uint32_t)place << PLACE_BIT | w[at.row * m->cols + at.col]);
                 list_at += 4;
             }
-            if (list_at > part_at) {
+            if (list_at > list_begin) {
                 store_32(begin + list_at, MACKO_SPARSE11_END);
                 list_at += 4;
             }
-            store_32(begin + MACKO_SPARSE11_PARTS_AT + part * 4,
-                     value_begins[part % MACKO_SLAB_SLICES] |
-                         (list_at > part_at ? part_at : (uint32_t)MACKO_SPARSE11_END_AT) << 16);
+            store_32(begin + MACKO_SPARSE11_SLICES_AT + tile_slice * 4,
+                     value_begins[tile_slice % MACKO_SLAB_SLICES] |
+                         (list_at > list_begin ? list_begin : (uint32_t)MACKO_SPARSE11_END_AT) << 16);
         }
     }
 }
@@ -193,14 +194,14 @@ void macko_sparse11_unpack_cpu(const macko_sparse11_matrix *m, int64_t first, in
     if (!count) return;
     for (int64_t slab = first / MACKO_SLAB_ROWS * slabs; slab < macko_slab_row_blocks(stop) * slabs; slab++) {
         const uint8_t *const begin = m->data + (int64_t)m->offsets[slab] * MACKO_SLAB_UNIT;
-        for (int part = 0; part < MACKO_SPARSE11_PARTS; part++) {
-            const int slice = part % MACKO_SLAB_SLICES, tile = part / MACKO_SLAB_SLICES;
-            const origin here = part_origin(slab_origin(m->cols, slab), part);
-            const uint32_t places = load_32(begin + MACKO_SPARSE11_PARTS_AT + part * 4);
+        for (int tile_slice = 0; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++) {
+            const int slice = tile_slice % MACKO_SLAB_SLICES, tile = tile_slice / MACKO_SLAB_SLICES;
+            const origin here = tile_slice_origin(slab_origin(m->cols, slab), tile_slice);
+            const uint32_t places = load_32(begin + MACKO_SPARSE11_SLICES_AT + tile_slice * 4);
             const uint8_t *const values = begin + (places & 0xffff);
-            uint8_t codes[PART_PLACES];
+            uint8_t codes[TILE_SLICE_PLACES];
             if (here.row >= stop || here.row + SLICE_ROWS <= first) continue;
-            load_codes(begin, part, codes);
+            load_codes(begin, tile_slice, codes);
             for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
                 const uint8_t *const starts = begin + MACKO_SPARSE11_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4;
                 int k = first_in_half(starts, tile);
@@ -233,14 +234,14 @@ static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, cons
     uint32_t value_begins[MACKO_SLAB_SLICES], at = MACKO_SPARSE11_VALUES_AT;
     int64_t stored = 0;
 #define FAULT(kind, byte) ((macko_fault){kind, block, slab, (int64_t)(byte)})
-    for (int part = 0; part < MACKO_SPARSE11_PARTS; part++) {
-        uint8_t *const part_codes = own[part % MACKO_SLAB_SLICES][part / MACKO_SLAB_SLICES];
-        load_codes(begin, part, part_codes);
-        for (int place = 0; place < PART_PLACES; place++) {
-            const origin element = place_of(part_origin(from, part), place);
-            const int code = part_codes[place], lane = place / STEP_ELEMENTS % MACKO_SLAB_LANES;
+    for (int tile_slice = 0; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++) {
+        uint8_t *const tile_codes = own[tile_slice % MACKO_SLAB_SLICES][tile_slice / MACKO_SLAB_SLICES];
+        load_codes(begin, tile_slice, tile_codes);
+        for (int place = 0; place < TILE_SLICE_PLACES; place++) {
+            const origin element = place_of(tile_slice_origin(from, tile_slice), place);
+            const int code = tile_codes[place], lane = place / STEP_ELEMENTS % MACKO_SLAB_LANES;
             if (code && (element.row >= m->rows || element.col >= m->cols || !table_byte(m->table, code)))
-                return FAULT(MACKO_SPARSE11_CODE, codes_at(begin, part, lane, 0) - begin);
+                return FAULT(MACKO_SPARSE11_CODE, codes_at(begin, tile_slice, lane, 0) - begin);
         }
     }
     for (int slice = 0; slice < MACKO_SLAB_SLICES; slice++) {
@@ -255,21 +256,21 @@ static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, cons
         if (begin[MACKO_SPARSE11_STARTS_AT + i] != starts[i / 4 % MACKO_SLAB_LANES][i % 4])
             return FAULT(MACKO_SPARSE11_START, MACKO_SPARSE11_STARTS_AT + i);
     }
-    for (int part = 0; part < MACKO_SPARSE11_PARTS; part++) {
-        const uint32_t byte = MACKO_SPARSE11_PARTS_AT + (uint32_t)part * 4, word = load_32(begin + byte);
+    for (int tile_slice = 0; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++) {
+        const uint32_t byte = MACKO_SPARSE11_SLICES_AT + (uint32_t)tile_slice * 4, word = load_32(begin + byte);
         const int lists = word >> 16 != MACKO_SPARSE11_END_AT;
-        uint8_t *const part_codes = own[part % MACKO_SLAB_SLICES][part / MACKO_SLAB_SLICES];
+        uint8_t *const tile_codes = own[tile_slice % MACKO_SLAB_SLICES][tile_slice / MACKO_SLAB_SLICES];
         int64_t before = -1;
-        if ((word & 0xffff) != value_begins[part % MACKO_SLAB_SLICES] || (lists && word >> 16 != at))
-            return FAULT(MACKO_SPARSE11_PART, byte);
+        if ((word & 0xffff) != value_begins[tile_slice % MACKO_SLAB_SLICES] || (lists && word >> 16 != at))
+            return FAULT(MACKO_SPARSE11_SLICE, byte);
         if (!lists) continue;
         int count = 0;
         for (; at + 4 <= size && load_32(begin + at) != MACKO_SPARSE11_END; at += 4, count++) {
             const uint32_t entry = load_32(begin + at), place = entry >> PLACE_BIT;
-            if (place >= PART_PLACES || place <= before) return FAULT(MACKO_SPARSE11_ENTRY, at);
-            const origin element = place_of(part_origin(from, part), (int)place);
+            if (place >= TILE_SLICE_PLACES || place <= before) return FAULT(MACKO_SPARSE11_ENTRY, at);
+            const origin element = place_of(tile_slice_origin(from, tile_slice), (int)place);
             const int code = code_of(m->dtype, (uint16_t)entry, codes);
-            if (code != NO_CODE || part_codes[place] || element.row >= m->rows || element.col >= m->cols)
+            if (code != NO_CODE || tile_codes[place] || element.row >= m->rows || element.col >= m->cols)
                 return FAULT(MACKO_SPARSE11_LISTED, at);
             before = place;
         }
@@ -279,7 +280,7 @@ static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, cons
         stored += count;
     }
     for (uint32_t byte = MACKO_SPARSE11_END_AT; byte < MACKO_SPARSE11_VALUES_AT; byte++)
-        if (begin[byte] != (byte < MACKO_SPARSE11_END_AT + 4 ? 0xff : 0)) return FAULT(MACKO_SPARSE11_PART, byte);
+        if (begin[byte] != (byte < MACKO_SPARSE11_END_AT + 4 ? 0xff : 0)) return FAULT(MACKO_SPARSE11_SLICE, byte);
     if ((at + MACKO_SLAB_UNIT - 1) / MACKO_SLAB_UNIT * MACKO_SLAB_UNIT != size)
         return FAULT(MACKO_SPARSE11_COUNT, (at + MACKO_SLAB_UNIT - 1) / MACKO_SLAB_UNIT);
     for (; at < size; at++)

@@ -1,4 +1,4 @@
-// The sparse11 layout from dense rows, and back, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows and
+// The sparse11 layout from dense rows, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows and
 // 256 columns, in the order of sparse11.h.
 #include "../../slab/slices.cuh"
 #include "sparse11.h"
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(THREADS)
     constexpr int ROW_CHUNKS = MACKO_SPARSE11_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE11_MOST_ROWS / MACKO_SLAB_SLICES;
     __shared__ uint4 rooms[MACKO_SLAB_SLICES][MOST_ROWS * ROW_CHUNKS];
     __shared__ uint8_t codes[HIGHS];
-    __shared__ int slice_rows[MACKO_SLAB_SLICES], listed[MACKO_SPARSE11_PARTS];
+    __shared__ int slice_rows[MACKO_SLAB_SLICES], listed[MACKO_SLAB_TILE_SLICES];
     find_codes(m, codes);
     const slice_of from(m.cols);
     slice_masks own;
@@ -178,93 +178,32 @@ __global__ void __launch_bounds__(THREADS)
     __syncwarp();
     for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) ((uint4 *)(slab + values_at))[i] = room[i];
 
-    // The list. A thread for each part's word; then each warp the places of its own parts.
-    const auto part_at = [&](int part) { // where its places begin
+    // The list. A thread for each tile_slice's word; then each warp the places of its own words_at.
+    const auto list_of = [&](int tile_slice) { // where its places begin
         int at = list_at;
-        for (int other = 0; other < part; other++) at += macko_sparse11_words(listed[other]) * 4;
+        for (int other = 0; other < tile_slice; other++) at += macko_sparse11_words(listed[other]) * 4;
         return at;
     };
-    uint32_t *const parts = (uint32_t *)(slab + MACKO_SPARSE11_PARTS_AT);
+    uint32_t *const words_at = (uint32_t *)(slab + MACKO_SPARSE11_SLICES_AT);
     if (from.lane < TILES) {
-        const int part = from.lane * MACKO_SLAB_SLICES + from.slice;
-        parts[part] = values_at | (listed[part] ? part_at(part) : (int)MACKO_SPARSE11_END_AT) << 16;
+        const int tile_slice = from.lane * MACKO_SLAB_SLICES + from.slice;
+        words_at[tile_slice] = values_at | (listed[tile_slice] ? list_of(tile_slice) : (int)MACKO_SPARSE11_END_AT)
+                                               << 16;
     }
-    if (from.slice == 0 && from.lane >= MACKO_SPARSE11_PARTS)
-        parts[from.lane] = from.lane == MACKO_SPARSE11_PARTS ? MACKO_SPARSE11_END : 0;
+    if (from.slice == 0 && from.lane >= MACKO_SLAB_TILE_SLICES)
+        words_at[from.lane] = from.lane == MACKO_SLAB_TILE_SLICES ? MACKO_SPARSE11_END : 0;
     const int end = (offset[1] - offset[0]) * MACKO_SLAB_UNIT;
     if (from.slice == 1)
-        for (int at = part_at(MACKO_SPARSE11_PARTS) + from.lane * 4; at < end; at += WARP * 4)
+        for (int at = list_of(MACKO_SLAB_TILE_SLICES) + from.lane * 4; at < end; at += WARP * 4)
             *(uint32_t *)(slab + at) = 0;
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
-        const int part = tile * MACKO_SLAB_SLICES + from.slice;
-        if (!listed[part]) continue;
-        uint32_t *const next = write_list(w, m.cols, from, tile, own.listed[tile], (uint32_t *)(slab + part_at(part)),
-                                          [](uint32_t place, uint32_t value) { return place << 16 | value; });
+        const int tile_slice = tile * MACKO_SLAB_SLICES + from.slice;
+        if (!listed[tile_slice]) continue;
+        uint32_t *const next =
+            write_list(w, m.cols, from, tile, own.listed[tile], (uint32_t *)(slab + list_of(tile_slice)),
+                       [](uint32_t place, uint32_t value) { return place << 16 | value; });
         if (from.lane == 0) *next = MACKO_SPARSE11_END;
-    }
-}
-
-// A warp decodes tile after tile of its slice to shared memory, puts what is listed in its place, and stores rows.
-__global__ void __launch_bounds__(THREADS)
-    unpack_slabs(const macko_sparse11_matrix m, int64_t first, int64_t stop, uint16_t *w) {
-    __shared__ __align__(16) uint16_t rooms[MACKO_SLAB_SLICES][SLICE_ROWS * DENSE_STRIDE];
-    slice_of from(m.cols);
-    from.row += first / MACKO_SLAB_ROWS * MACKO_SLAB_ROWS;
-    if (from.row >= stop || from.row + SLICE_ROWS <= first) return;
-    const int64_t slab_index = first / MACKO_SLAB_ROWS * macko_slabs_across(m.cols) + blockIdx.x;
-    const uint8_t *const slab = m.data + (int64_t)m.offsets[slab_index] * MACKO_SLAB_UNIT;
-    const uint32_t start = ((const uint32_t *)(slab + MACKO_SPARSE11_STARTS_AT))[from.slice * WARP + from.lane];
-    uint16_t *const room = rooms[from.slice];
-    const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
-    const bool whole = aligned && from.row >= first && from.row + SLICE_ROWS <= stop;
-    int place = 0, column = from.lane * 4;
-    for (int tile = 0; tile < TILES; tile++) {
-        const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
-        if (begin_col >= m.cols) return;
-        if (tile == TILES / 2) place = start & 255, column = start >> 8 & 255;
-        const int part = tile * MACKO_SLAB_SLICES + from.slice;
-        const uint32_t where = ((const uint32_t *)(slab + MACKO_SPARSE11_PARTS_AT))[part];
-        const uint8_t *const values = slab + (where & 0xffff) + column;
-        uint32_t words[WORDS];
-        for (int k = 0; k < WORDS; k++)
-            words[k] = ((const uint32_t *)(slab + part * MACKO_SPARSE11_SLICE_BYTES))[k * WARP + from.lane];
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            uint32_t value[STEP_ELEMENTS];
-#pragma unroll
-            for (int n = 0; n < STEP_ELEMENTS; n++) {
-                const int i = macko_sparse11_nth(n);
-                uint32_t code = 0;
-                if (step < WORDS)
-                    code = words[step % WORDS] >> 4 * i & 7;
-                else
-                    for (int k = 0; k < WORDS; k++) code |= (words[k] >> (4 * i + 3) & 1) << k;
-                value[i] = 0;
-                if (code) {
-                    const uint32_t low = values[place / 4 * MACKO_SPARSE11_ROW_BYTES + place % 4];
-                    const uint32_t high = __byte_perm(m.table[0], m.table[1], code) & 255;
-                    value[i] = macko_sparse11_join(m.dtype, high << 8 | low);
-                    place++;
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < STEP_ELEMENTS; i += 2)
-                *(uint32_t *)(room + macko_slab_row(from.lane, i % MACKO_SLAB_QUAD) * DENSE_STRIDE +
-                              macko_slab_col(from.lane, 2 * step + i / MACKO_SLAB_QUAD, 0)) = value[i] | value[i + 1]
-                                                                                                             << 16;
-        }
-        __syncwarp();
-        const uint32_t *const list = (const uint32_t *)(slab + (where >> 16));
-        for (int k = 0; list[k] != MACKO_SPARSE11_END; k++) {
-            const int step = list[k] >> 24, lane = list[k] >> 19 & 31, i = list[k] >> 16 & 7;
-            if (from.lane == 0)
-                room[macko_slab_row(lane, i % MACKO_SLAB_QUAD) * DENSE_STRIDE +
-                     macko_slab_col(lane, 2 * step + i / MACKO_SLAB_QUAD, i % MACKO_SLAB_QUAD)] = (uint16_t)list[k];
-        }
-        __syncwarp();
-        store_dense(room, from, begin_col, first, stop, m.cols, whole, w);
-        __syncwarp();
     }
 }
 
@@ -290,9 +229,4 @@ cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void
     const int64_t slabs = macko_slab_count(m->rows, m->cols);
     if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, data);
     return cudaGetLastError();
-}
-
-cudaError_t macko_sparse11_unpack_cuda(const macko_sparse11_matrix *m, int64_t first, int64_t count, void *w,
-                                       cudaStream_t stream) {
-    return launch_unpack(unpack_slabs, *m, first, count, w, stream);
 }

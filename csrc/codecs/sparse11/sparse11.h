@@ -14,7 +14,7 @@
  *
  *   bytes of a slab
  *   0                       6144              6656                     6784
- *   | codes                 | starts          | parts                  | values             | list         | zeros
+ *   | codes                 | starts          | slices                 | values             | list         | zeros
  *   | u32 [tile][slice]     | u8 [slice]      | u32 [tile][slice],     | rows of 128 bytes, | u32 [places] |
  *   |     [3][lane]         |    [lane][4]    | an end, then zeros     | slice after slice  |              |
  *
@@ -27,10 +27,11 @@
  *                it those of elements 0, 1, 2, 3, 7, 6, 5, 4. Its head (tiles 0 and 1) and its tail (tiles 2 and 3) lie in
  *                columns, as ../../slab/columns_cpu.h has it. What no value takes is 0
  *   starts       of a lane in a slice, as there
- *   parts        of a tile and slice: the byte of the slab where the slice's values begin, and << 16 the byte of the slab
- *                where the part's places in the list begin. The word behind them is MACKO_SPARSE11_END, the list of parts
+ *   slices       of a tile and slice: the byte of the slab where the slice's values begin, and << 16 the byte of the slab
+ *                where its list begins. The word behind them is MACKO_SPARSE11_END, the list of slices
  *                that have none
- *   list         of each part with values that have no code: a word each, step << 24 | lane << 19 | i << 16 | value, the
+ *   list         of each slice of a tile with values that have no code: a word each,
+ *                step << 24 | lane << 19 | i << 16 | value, the
  *                lower first, then MACKO_SPARSE11_END
  */
 #ifndef MACKO_SPARSE11_H
@@ -49,16 +50,15 @@ enum {
     MACKO_SPARSE11_STEPS = 4, /* of a tile */
     MACKO_SPARSE11_WORDS = 3, /* of codes, of a lane in a slice of a tile */
     MACKO_SPARSE11_SLICE_BYTES = MACKO_SPARSE11_WORDS * MACKO_SLAB_LANES * 4,
-    MACKO_SPARSE11_PARTS = MACKO_SLAB_TILES * MACKO_SLAB_SLICES,
-    MACKO_SPARSE11_STARTS_AT = MACKO_SPARSE11_PARTS * MACKO_SPARSE11_SLICE_BYTES,
-    MACKO_SPARSE11_PARTS_AT = MACKO_SPARSE11_STARTS_AT + MACKO_SLAB_SLICES * MACKO_SLAB_LANES * 4,
-    MACKO_SPARSE11_END_AT = MACKO_SPARSE11_PARTS_AT + MACKO_SPARSE11_PARTS * 4,
-    MACKO_SPARSE11_VALUES_AT = MACKO_SPARSE11_PARTS_AT + MACKO_SLAB_UNIT,
+    MACKO_SPARSE11_STARTS_AT = MACKO_SLAB_TILE_SLICES * MACKO_SPARSE11_SLICE_BYTES,
+    MACKO_SPARSE11_SLICES_AT = MACKO_SPARSE11_STARTS_AT + MACKO_SLAB_SLICES * MACKO_SLAB_LANES * 4,
+    MACKO_SPARSE11_END_AT = MACKO_SPARSE11_SLICES_AT + MACKO_SLAB_TILE_SLICES * 4,
+    MACKO_SPARSE11_VALUES_AT = MACKO_SPARSE11_SLICES_AT + MACKO_SLAB_UNIT,
     MACKO_SPARSE11_ROW_BYTES = MACKO_SLAB_COLUMNS_ROW_BYTES,
     MACKO_SPARSE11_MOST_ROWS = MACKO_SLAB_COLUMNS_MOST_ROWS, /* of values of a slab */
     MACKO_SPARSE11_MOST_LISTED = 2048,                       /* of a slab */
     MACKO_SPARSE11_MOST_UNITS = (MACKO_SPARSE11_VALUES_AT + MACKO_SPARSE11_MOST_ROWS * MACKO_SPARSE11_ROW_BYTES +
-                                 4 * (MACKO_SPARSE11_MOST_LISTED + MACKO_SPARSE11_PARTS) + MACKO_SLAB_UNIT - 1) /
+                                 4 * (MACKO_SPARSE11_MOST_LISTED + MACKO_SLAB_TILE_SLICES) + MACKO_SLAB_UNIT - 1) /
         MACKO_SLAB_UNIT, /* of a slab: bytes of it fit 16 bits */
 };
 
@@ -78,7 +78,7 @@ MACKO_SLAB_FN int macko_sparse11_units(int value_rows, int words) {
            MACKO_SLAB_UNIT;
 }
 
-/* Words of the list of a part that has so many values in it. */
+/* Words of the list of a slice of a tile that has so many values in it. */
 MACKO_SLAB_FN int macko_sparse11_words(int listed) {
     return listed ? listed + 1 : 0;
 }
@@ -123,7 +123,7 @@ enum {
     MACKO_SPARSE11_END_OFFSET, /* the last offset is not the size of data; found: the offset */
     MACKO_SPARSE11_CODE,       /* a code of no high byte, or outside of the matrix; found: byte of the slab */
     MACKO_SPARSE11_START,      /* a start is not what the codes say; found: byte of the slab */
-    MACKO_SPARSE11_PART,  /* a part does not begin where it should, or no zeros follow them; found: byte of the slab */
+    MACKO_SPARSE11_SLICE, /* a slice does not begin where it should, or no zeros follow them; found: byte of the slab */
     MACKO_SPARSE11_ENTRY, /* in the list: not behind the one before it, or more than a place; found: byte of the slab */
     MACKO_SPARSE11_LISTED, /* a listed value is zero or has a code, or its place has one or is outside; found: likewise */
     MACKO_SPARSE11_COUNT, /* the slab has another size than its codes and list say; found: the units that they say */
@@ -152,9 +152,6 @@ cudaError_t macko_sparse11_count_cuda(const macko_sparse11_matrix *m, const void
 /* The slabs of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
 cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void *w, uint8_t *data,
                                       cudaStream_t stream);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_sparse11_unpack_cuda(const macko_sparse11_matrix *m, int64_t first, int64_t count, void *w,
-                                       cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

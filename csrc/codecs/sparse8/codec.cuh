@@ -69,6 +69,7 @@ struct sparse8 {
     using constants = byte_weights;
     using lane_type = sparse8_lane<KIND, T>;
     static constexpr bool SAME_SIZE = false, SCALED = true;
+    static constexpr int STEPS = 1, HALF_STEPS = 1;
     static constexpr float FOLD = four_bytes<KIND, T>::FOLD;
     static constexpr int BASE = 0, LEAST_BYTES = MACKO_SPARSE8_VALUES_AT,
                          HALVES_TO = 32; // with more tokens there are too few stages for two at once

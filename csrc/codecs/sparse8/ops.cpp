@@ -13,10 +13,13 @@ struct Sparse8 {
     using Element = uint8_t;
     static constexpr auto count = MACKO_HERE(macko_sparse8_count);
     static constexpr auto write = MACKO_HERE(macko_sparse8_write);
-    static constexpr auto unpack = MACKO_HERE(macko_sparse8_unpack);
+#ifndef USE_CUDA
+    static constexpr auto unpack = macko_sparse8_unpack_cpu;
+#endif
     static constexpr auto check = macko_sparse8_check_cpu;
-    static constexpr int64_t portable_tokens = 0;
-
+    static int widest(const Matrix &m) {
+        return m.widest;
+    }
     static bool waits(const Matrix &) {
         return false;
     }
@@ -28,9 +31,9 @@ struct Sparse8 {
                 .scales = check_scales(op, p[2], p[0], p.rows()),
                 .rows = p.rows(),
                 .cols = p.cols(),
-                .widest = int32_t(p.own(0)),
+                .widest = int32_t(p.number(0)),
                 .units = p[0].numel() * 2 / MACKO_SLAB_UNIT,
-                .kind = check_kind(op, p.own(1)),
+                .kind = check_kind(op, p.number(1)),
                 .dtype = dtype};
     }
 };
@@ -44,7 +47,7 @@ Made pack(const Tensor &w, const Ints &options) {
 
 } // namespace
 
-const Registered sparse8_layout(
-    slab_layout<Sparse8>({.name = "sparse8", .number = 9, .tensors = 3, .own = 3, .pack_options = 2, .pack = pack}));
+const Registered sparse8_layout(slab_layout<Sparse8>(
+    {.name = "sparse8", .number = 9, .tensors = 3, .numbers = 3, .pack_options = 2, .pack = pack}));
 
 } // namespace macko

@@ -4,7 +4,7 @@
 #include "../dense8/dense8.h"
 #include "sparse8.h"
 
-enum { PARTS = MACKO_SLAB_TILES * MACKO_SLAB_SLICES, LANE_VALUES = STEPS * STEP_ELEMENTS };
+enum { LANE_VALUES = STEPS * STEP_ELEMENTS };
 
 /* The masks of a slice of a slab, by tile and lane. */
 typedef uint32_t slice_masks[MACKO_SLAB_TILES][MACKO_SLAB_LANES];
@@ -22,8 +22,8 @@ static inline int nth_bit(int n) {
 }
 
 /* And where it is in the matrix. */
-static inline origin nth_element(origin part, int lane, int n) {
-    return place_of(part, n / STEP_ELEMENTS * STEP_PLACES + lane * STEP_ELEMENTS + nth_in_step(n));
+static inline origin nth_element(origin tile_slice, int lane, int n) {
+    return place_of(tile_slice, n / STEP_ELEMENTS * STEP_PLACES + lane * STEP_ELEMENTS + nth_in_step(n));
 }
 
 static slice_plan plan_slice(slice_masks masks) {
@@ -35,11 +35,11 @@ static slice_plan plan_slice(slice_masks masks) {
 
 static void find_masks(const macko_sparse8_matrix *m, const uint8_t *w, origin slab, int slice, slice_masks masks) {
     for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
-        const origin part = part_origin(slab, tile * MACKO_SLAB_SLICES + slice);
+        const origin tile_slice = tile_slice_origin(slab, tile * MACKO_SLAB_SLICES + slice);
         for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
             masks[tile][lane] = 0;
             for (int n = 0; n < LANE_VALUES; n++) {
-                const origin at = nth_element(part, lane, n);
+                const origin at = nth_element(tile_slice, lane, n);
                 if (at.row < m->rows && at.col < m->cols && !macko_byte_is_zero(m->kind, w[at.row * m->cols + at.col]))
                     masks[tile][lane] |= 1u << nth_bit(n);
             }
@@ -81,13 +81,13 @@ void macko_sparse8_write_cpu(const macko_sparse8_matrix *m, const uint8_t *w, ui
             store_32(begin + MACKO_SPARSE8_SLICES_AT + slice * 4, values_at);
             memcpy(begin + MACKO_SPARSE8_STARTS_AT + slice * sizeof plan.starts, plan.starts, sizeof plan.starts);
             for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
-                const origin part = part_origin(from, tile * MACKO_SLAB_SLICES + slice);
+                const origin tile_slice = tile_slice_origin(from, tile * MACKO_SLAB_SLICES + slice);
                 for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
                     int k = first_in_half(plan.starts[lane], tile);
                     store_32(begin + mask_at(tile, slice, lane), masks[tile][lane]);
                     for (int n = 0; n < LANE_VALUES; n++) {
                         if (!(masks[tile][lane] >> nth_bit(n) & 1)) continue;
-                        const origin at = nth_element(part, lane, n);
+                        const origin at = nth_element(tile_slice, lane, n);
                         begin[values_at + (uint32_t)value_at(plan.starts[lane], lane, tile / HALF_TILES, k++)] =
                             macko_byte_held(m->kind, m->dtype, w[at.row * m->cols + at.col]);
                     }
@@ -104,9 +104,9 @@ void macko_sparse8_unpack_cpu(const macko_sparse8_matrix *m, int64_t first, int6
     if (!count) return;
     for (int64_t slab = first / MACKO_SLAB_ROWS * slabs; slab < macko_slab_row_blocks(stop) * slabs; slab++) {
         const uint8_t *const begin = m->data + (int64_t)m->offsets[slab] * MACKO_SLAB_UNIT;
-        for (int part = 0; part < PARTS; part++) {
-            const int slice = part % MACKO_SLAB_SLICES, tile = part / MACKO_SLAB_SLICES;
-            const origin here = part_origin(slab_origin(m->cols, slab), part);
+        for (int tile_slice = 0; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++) {
+            const int slice = tile_slice % MACKO_SLAB_SLICES, tile = tile_slice / MACKO_SLAB_SLICES;
+            const origin here = tile_slice_origin(slab_origin(m->cols, slab), tile_slice);
             const uint8_t *const values = begin + load_32(begin + MACKO_SPARSE8_SLICES_AT + slice * 4);
             if (here.row >= stop || here.row + SLICE_ROWS <= first) continue;
             for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
@@ -142,7 +142,7 @@ static macko_fault check_slab(const macko_sparse8_matrix *m, int64_t slab) {
         load_masks(begin, slice, masks[slice]);
         for (int i = 0; i < MACKO_SLAB_TILES * MACKO_SLAB_LANES * LANE_VALUES; i++) {
             const int n = i % LANE_VALUES, lane = i / LANE_VALUES % MACKO_SLAB_LANES, tile = i / LANE_VALUES / 32;
-            const origin at = nth_element(part_origin(from, tile * MACKO_SLAB_SLICES + slice), lane, n);
+            const origin at = nth_element(tile_slice_origin(from, tile * MACKO_SLAB_SLICES + slice), lane, n);
             if (masks[slice][tile][lane] >> nth_bit(n) & 1 && (at.row >= m->rows || at.col >= m->cols))
                 return FAULT(MACKO_SPARSE8_OUTSIDE, mask_at(tile, slice, lane));
         }

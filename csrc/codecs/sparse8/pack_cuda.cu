@@ -1,4 +1,4 @@
-// The sparse8 layout from codes, and back to dense rows, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows
+// The sparse8 layout from codes, on CUDA. A thread block owns a slab, a warp a slice of it: 16 rows
 // and 256 columns, in the order of sparse8.h.
 #include "../dense8/bytes_cuda.cuh"
 #include "sparse8.h"
@@ -101,46 +101,6 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matri
     for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) ((uint4 *)(slab + values_at))[i] = room[i];
 }
 
-// A warp decodes tile after tile of its slice to shared memory, and stores rows.
-__global__ void __launch_bounds__(THREADS)
-    unpack_slabs(const macko_sparse8_matrix m, int64_t first, int64_t stop, uint16_t *w) {
-    __shared__ __align__(16) uint16_t rooms[MACKO_SLAB_SLICES][SLICE_ROWS * DENSE_STRIDE];
-    slice_of from(m.cols);
-    from.row += first / MACKO_SLAB_ROWS * MACKO_SLAB_ROWS;
-    if (from.row >= stop || from.row + SLICE_ROWS <= first) return;
-    const int64_t slab_index = first / MACKO_SLAB_ROWS * macko_slabs_across(m.cols) + blockIdx.x;
-    const uint8_t *const slab = m.data + (int64_t)m.offsets[slab_index] * MACKO_SLAB_UNIT;
-    const uint32_t start = ((const uint32_t *)(slab + MACKO_SPARSE8_STARTS_AT))[from.slice * WARP + from.lane],
-                   values_at = ((const uint32_t *)(slab + MACKO_SPARSE8_SLICES_AT))[from.slice],
-                   zero = macko_byte_held(m.kind, m.dtype, 0);
-    uint16_t *const room = rooms[from.slice];
-    const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
-    const bool whole = aligned && from.row >= first && from.row + SLICE_ROWS <= stop;
-    float scales[2];
-    load_scales(m.scales, m.rows, from, scales);
-    int k = 0, column = from.lane * 4;
-    for (int tile = 0; tile < TILES; tile++) {
-        const int64_t begin_col = from.col + tile * MACKO_SLAB_TILE_COLS;
-        if (begin_col >= m.cols) return;
-        if (tile == TILES / 2) k = start & 255, column = start >> 8 & 255;
-        const uint8_t *const values = slab + values_at + column;
-        const uint32_t mask = ((const uint32_t *)(slab + tile * MACKO_SLAB_MASK_BYTES))[from.slice * WARP + from.lane];
-#pragma unroll
-        for (int step = 0; step < STEPS; step++)
-#pragma unroll
-            for (int n = 0; n < STEP_ELEMENTS; n++) {
-                const int i = nth_in_step(n);
-                const bool has = mask >> macko_sparse8_bit(step, i) & 1;
-                const uint32_t held = has ? values[k / 4 * MACKO_SPARSE8_ROW_BYTES + k % 4] : zero;
-                put_code(room, from, step, i, held, scales, m.kind, m.dtype);
-                k += has;
-            }
-        __syncwarp();
-        store_dense(room, from, begin_col, first, stop, m.cols, whole, w);
-        __syncwarp();
-    }
-}
-
 } // namespace
 
 cudaError_t macko_sparse8_count_cuda(const macko_sparse8_matrix *m, const void *w, int32_t *offsets,
@@ -154,9 +114,4 @@ cudaError_t macko_sparse8_write_cuda(const macko_sparse8_matrix *m, const void *
     const int64_t slabs = macko_slab_count(m->rows, m->cols);
     if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint8_t *)w, data);
     return cudaGetLastError();
-}
-
-cudaError_t macko_sparse8_unpack_cuda(const macko_sparse8_matrix *m, int64_t first, int64_t count, void *w,
-                                      cudaStream_t stream) {
-    return launch_unpack(unpack_slabs, *m, first, count, w, stream);
 }

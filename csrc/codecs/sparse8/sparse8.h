@@ -97,9 +97,6 @@ cudaError_t macko_sparse8_count_cuda(const macko_sparse8_matrix *m, const void *
                                      macko_slab_totals *totals, cudaStream_t stream);
 /* The slabs of w into data. */
 cudaError_t macko_sparse8_write_cuda(const macko_sparse8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_sparse8_unpack_cuda(const macko_sparse8_matrix *m, int64_t first, int64_t count, void *w,
-                                      cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

@@ -14,10 +14,13 @@ struct Tile {
     static constexpr auto check_type = check_16_bits;
     static constexpr auto count = MACKO_HERE(macko_tile_count);
     static constexpr auto write = MACKO_HERE(macko_tile_write);
-    static constexpr auto unpack = MACKO_HERE(macko_tile_unpack);
+#ifndef USE_CUDA
+    static constexpr auto unpack = macko_tile_unpack_cpu;
+#endif
     static constexpr auto check = macko_tile_check_cpu;
-    static constexpr int64_t portable_tokens = MACKO_TILE_MMA_TOKENS;
-
+    static int widest(const Matrix &m) {
+        return m.widest;
+    }
     static bool waits(const Matrix &m) {
         return m.widest * MACKO_SLAB_UNIT > MACKO_TILE_FOUR_STAGES;
     }
@@ -28,7 +31,7 @@ struct Tile {
                 .offsets = reads<int32_t>(p[1]),
                 .rows = p.rows(),
                 .cols = p.cols(),
-                .widest = int32_t(p.own(0)),
+                .widest = int32_t(p.number(0)),
                 .dtype = dtype,
                 .units = p[0].numel() * 2 / MACKO_SLAB_UNIT};
     }
@@ -37,12 +40,12 @@ struct Tile {
 Made lay_out(const Packed &canonical, const Ints &) {
     macko_tile_matrix m{};
     const Slabs s = lay_out_slabs<Tile>(canonical, m);
-    return {{s.data, s.offsets}, {tile_layout.number, m.rows, m.cols, m.widest, s.totals.stored, canonical.own(0)}};
+    return {{s.data, s.offsets}, {tile_layout.number, m.rows, m.cols, m.widest, s.totals.stored, canonical.number(0)}};
 }
 
 } // namespace
 
 const Registered
-    tile_layout(slab_layout<Tile>({.name = "tile", .number = 3, .tensors = 2, .own = 3, .lay_out = lay_out}));
+    tile_layout(slab_layout<Tile>({.name = "tile", .number = 3, .tensors = 2, .numbers = 3, .lay_out = lay_out}));
 
 } // namespace macko

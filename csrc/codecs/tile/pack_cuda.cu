@@ -1,4 +1,4 @@
-// The tile layout from dense rows, and back, on CUDA. A warp owns a slice of a slab: 16 rows and 256 columns, in the
+// The tile layout from dense rows, on CUDA. A warp owns a slice of a slab: 16 rows and 256 columns, in the
 // order of tile.h.
 #include "../../slab/slices.cuh"
 #include "decode.cuh"
@@ -128,71 +128,6 @@ __global__ void __launch_bounds__(THREADS, 4)
     for (int i = lane; i < plan.rows * (MACKO_TILE_ROW_BYTES / 16); i += WARP) to[i] = room[i];
 }
 
-constexpr int DENSE_BYTES = SLICE_ROWS * DENSE_STRIDE * 2;
-
-// A thread block fetches a slab as it lies, and each warp unpacks a slice; others of the SM fetch or unpack meanwhile.
-__global__ void __launch_bounds__(THREADS, 8)
-    unpack_slabs(const macko_tile_matrix m, int64_t first, int64_t stop, const tile_weights weights, uint16_t *w) {
-    extern __shared__ __align__(128) uint8_t room[];
-    const int slice = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t slabs = macko_slabs_across(m.cols), block = first / MACKO_SLAB_ROWS + blockIdx.x / slabs;
-    const int64_t row = block * MACKO_SLAB_ROWS + slice * SLICE_ROWS, col = blockIdx.x % slabs * MACKO_SLAB_COLS;
-    const int32_t *offsets = m.offsets + block * slabs + blockIdx.x % slabs;
-    const int begin = __ldg(offsets), units = __ldg(offsets + 1) - begin;
-    const uint8_t *data = m.data + (int64_t)begin * MACKO_SLAB_UNIT;
-    const uint32_t slab = shared_address(room);
-    for (int at = threadIdx.x * 16; at < units * MACKO_SLAB_UNIT; at += THREADS * 16)
-        copy_async<16>(slab + at, data + at);
-    commit_copies();
-    wait_copies<0>();
-    __syncthreads();
-    if (row >= stop || row + SLICE_ROWS <= first) return;
-
-    uint16_t *const slice_dense =
-        (uint16_t *)(room + m.widest * MACKO_SLAB_UNIT + MACKO_SLAB_OVERREAD + slice * DENSE_BYTES);
-    uint16_t *const dense = slice_dense + lane / 4 * DENSE_STRIDE + lane % 4 * 2;
-    const bool aligned = m.cols % 8 == 0 && (uintptr_t)w % 16 == 0;
-    const bool whole = aligned && row >= first && row + SLICE_ROWS <= stop;
-    uint16_t *const out = w + (row + lane / 8 - first) * m.cols + col + lane % 8 * 8;
-    const tile_numbers numbers(lane);
-    tile_streams streams;
-    streams.begin(slab, slice, lane);
-#pragma unroll
-    for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
-        if (tile == MACKO_SLAB_TILES / 2) streams.spill(weights);
-        tile_lane own;
-        own.read(slab_mask_at(slab, tile, slice, lane));
-        own.begin(streams.at);
-        streams.skip(own.mask);
-#pragma unroll
-        for (int j = 0; j < MACKO_SLAB_GROUPS; j++) {
-            uint32_t values[MACKO_SLAB_QUAD], low, high;
-            own.load(j, values, weights);
-            own.place(j, values, low, high, numbers, weights);
-            *(uint32_t *)(dense + 8 * j) = low;
-            *(uint32_t *)(dense + 8 * j + 8 * DENSE_STRIDE) = high;
-        }
-        __syncwarp();
-        const int64_t begin_col = col + tile * MACKO_SLAB_TILE_COLS;
-        const uint4 *rows = (const uint4 *)slice_dense + lane / 8 * (DENSE_STRIDE / 8) + lane % 8;
-        if (whole && begin_col + MACKO_SLAB_TILE_COLS <= m.cols) {
-#pragma unroll
-            for (int four = 0; four < SLICE_ROWS; four += 4)
-                *(uint4 *)(out + tile * MACKO_SLAB_TILE_COLS + four * m.cols) = rows[four * (DENSE_STRIDE / 8)];
-        } else {
-#pragma unroll 1
-            for (int four = 0; four < SLICE_ROWS; four += 4) {
-                const int64_t r = row + four + lane / 8, c = begin_col + lane % 8 * 8;
-                const uint16_t *from = (const uint16_t *)(rows + four * (DENSE_STRIDE / 8));
-                for (int k = 0; k < 8; k++)
-                    if (r >= first && r < stop && c + k < m.cols)
-                        out[tile * MACKO_SLAB_TILE_COLS + four * m.cols + k] = from[k];
-            }
-        }
-        __syncwarp();
-    }
-}
-
 } // namespace
 
 cudaError_t macko_tile_count_cuda(const macko_tile_matrix *m, const void *w, int32_t *offsets,
@@ -207,19 +142,5 @@ cudaError_t macko_tile_write_cuda(const macko_tile_matrix *m, const void *w, uin
     const int64_t slabs = macko_slab_count(m->rows, m->cols);
     if (slabs)
         write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(m->offsets, m->rows, m->cols, (const uint16_t *)w, data);
-    return cudaGetLastError();
-}
-
-cudaError_t macko_tile_unpack_cuda(const macko_tile_matrix *m, int64_t first, int64_t count, void *w,
-                                   cudaStream_t stream) {
-    if (!count || !m->cols) return cudaSuccess;
-    device_info device;
-    if (const cudaError_t error = current_device(&device)) return error;
-    if (const cudaError_t error = allow_all_shared_memory<unpack_slabs>(device, cudaSharedmemCarveoutMaxShared))
-        return error;
-    const int64_t blocks = (first + count - 1) / MACKO_SLAB_ROWS - first / MACKO_SLAB_ROWS + 1;
-    const int bytes = m->widest * MACKO_SLAB_UNIT + MACKO_SLAB_OVERREAD + MACKO_SLAB_SLICES * DENSE_BYTES;
-    unpack_slabs<<<(unsigned)(blocks * macko_slabs_across(m->cols)), THREADS, bytes, stream>>>(
-        *m, first, first + count, tile_weights(), (uint16_t *)w);
     return cudaGetLastError();
 }

@@ -50,7 +50,6 @@ enum {
     MACKO_TILE_SLICES_AT = MACKO_TILE_SPILLS_AT + MACKO_SLAB_SLICES * MACKO_SLAB_LANES * MACKO_TILE_STREAMS * 2,
     MACKO_TILE_VALUES_AT = MACKO_TILE_SLICES_AT + MACKO_SLAB_UNIT,
     MACKO_TILE_MOST_ROWS = MACKO_SLAB_SLICES * MACKO_SLAB_TILES * 16, /* of values of a slab: none is zero */
-    MACKO_TILE_MMA_TOKENS = 512,                                      /* without wgmma more go through dense rows */
 };
 
 typedef struct macko_tile_matrix {
@@ -111,10 +110,6 @@ cudaError_t macko_tile_count_cuda(const macko_tile_matrix *m, const void *w, int
 
 /* The slabs of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
 cudaError_t macko_tile_write_cuda(const macko_tile_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-cudaError_t macko_tile_unpack_cuda(const macko_tile_matrix *m, int64_t first, int64_t count, void *w,
-                                   cudaStream_t stream);
 #endif
 
 #ifdef __cplusplus

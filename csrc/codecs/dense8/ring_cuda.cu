@@ -1,0 +1,7 @@
+// The kernels for GPUs without wgmma, and of dense rows for all, of dense8.
+#include "../../slab/ring_launch.cuh"
+#include "../../slab/unpack_kernel.cuh"
+#include "codec.cuh"
+
+template cudaError_t macko::slab_ring(const macko_dense8_matrix &, const slab_product &, void *);
+template cudaError_t macko::slab_unpack(const macko_dense8_matrix &, int64_t, int64_t, void *, cudaStream_t);

@@ -1,0 +1,82 @@
+// The launch of the kernel of rings (ring_kernel.cuh), of any codec.
+#pragma once
+
+#include "multiply.h"
+#include "ring_kernel.cuh"
+
+namespace macko {
+namespace {
+
+template <class CODEC, class SHAPE>
+cudaError_t launch_ring(ring_task<CODEC> &task, const macko_ring_shape &shape, const device_info &device,
+                        cudaStream_t stream) {
+    if (const cudaError_t error = allow_all_shared_memory<slab_ring_kernel<CODEC, SHAPE>>(device, 100)) return error;
+    cudaLaunchAttribute attribute = pdl_attribute();
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3((unsigned)(task.shares.blocks * task.token_blocks));
+    config.blockDim = dim3(SHAPE::THREADS);
+    config.dynamicSmemBytes = shape.shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = device.major >= 9 && may_use_pdl(stream, SHAPE::THREADS) ? 1 : 0;
+    return cudaLaunchKernelEx(&config, slab_ring_kernel<CODEC, SHAPE>, task);
+}
+
+template <class CODEC, int TOKENS>
+cudaError_t launch_ring_of(ring_task<CODEC> &task, const macko_ring_shape &shape, const device_info &device,
+                           cudaStream_t stream) {
+    if constexpr (CODEC::HALVES_TO > 0)
+        if (shape.pairs) return launch_ring<CODEC, ring_shape<TOKENS, true, false>>(task, shape, device, stream);
+    if constexpr (TOKENS > 8)
+        if (shape.x_in_halves) return launch_ring<CODEC, ring_shape<TOKENS, false, true>>(task, shape, device, stream);
+    return launch_ring<CODEC, ring_shape<TOKENS, false, false>>(task, shape, device, stream);
+}
+
+template <class CODEC>
+cudaError_t multiply_ring(const slab_weight<CODEC> &w, const slab_product &p, void *workspace) {
+    if (!w.rows || !p.tokens) return cudaSuccess;
+    device_info device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    const int64_t row_blocks = macko_slab_row_blocks(w.rows), slabs = macko_slabs_across(w.cols);
+    const macko_ring_problem problem = {
+        row_blocks, slabs, p.tokens, w.widest, device.num_sms, ring_shared_bytes(device), CODEC::HALVES_TO > 0};
+    macko_ring_shape shape;
+    if (!macko_ring_shape_of(&problem, &shape)) return cudaErrorInvalidValue;
+    ring_task<CODEC> task{};
+    task.data = w.data;
+    task.offsets = w.offsets;
+    task.x = (const uint16_t *)p.x;
+    task.x_stride = p.x_stride;
+    task.bias = p.bias;
+    task.y = p.y;
+    task.rows = w.rows;
+    task.token_blocks = (int)ceil_div(p.tokens, MACKO_RING_MOST_TOKENS);
+    task.shares = macko_ring_shares_of(&problem, &shape, task.token_blocks);
+    const int64_t blocks = (int64_t)task.shares.blocks * task.token_blocks;
+    task.partials = (float4 *)workspace;
+    task.flags = (uint64_t *)((uint8_t *)workspace + blocks * shape.tokens * MACKO_SLAB_ROWS * 4);
+    task.epoch = ++ring_launches * 0x9e3779b97f4a7c15ull; // what a workspace that nobody has cleared will not hold
+    task.tokens = (int)p.tokens;
+    task.cols = (int)w.cols;
+    task.slab_units = w.widest;
+    task.stages = shape.stages;
+    task.stage_bytes = shape.stage_bytes;
+    task.x_at = shape.x_at;
+    task.mean = (float)w.units / task.shares.all_slabs;
+    task.weights = w.constants;
+    switch (shape.tokens) {
+    case 8: return launch_ring_of<CODEC, 8>(task, shape, device, p.stream);
+    case 16: return launch_ring_of<CODEC, 16>(task, shape, device, p.stream);
+    case 32: return launch_ring_of<CODEC, 32>(task, shape, device, p.stream);
+    default: return launch_ring_of<CODEC, 64>(task, shape, device, p.stream);
+    }
+}
+
+} // namespace
+
+template <class MATRIX>
+cudaError_t slab_ring(const MATRIX &m, const slab_product &p, void *workspace) {
+    return with_weight(m, [&](const auto &weight) { return multiply_ring(weight, p, workspace); });
+}
+
+} // namespace macko

@@ -1,0 +1,124 @@
+/*
+ * How the kernel of rings (ring_kernel.cuh) shares a matrix among blocks, by sizes alone: pure functions, without CUDA;
+ * tests/test_tile.py calls them on the host.
+ */
+#ifndef MACKO_SLAB_RING_PLAN_H
+#define MACKO_SLAB_RING_PLAN_H
+
+#include <stdbool.h>
+
+#include "slab.h"
+
+enum {
+    MACKO_RING_WARPS = 16,       /* of a block, one block an SM */
+    MACKO_RING_MOST_TOKENS = 64, /* of a block */
+    MACKO_RING_MOST_STAGES = 4,  /* of a ring: more fill more slowly, and are no faster (H100, 4096 x 4096: 15.8 us with
+                                     seven, 14.1 with four) */
+    MACKO_RING_SUMS_BYTES = 2048, /* of eight tokens' sums of one of four warps that share a row block's elements */
+};
+
+typedef struct macko_ring_problem {
+    int64_t row_blocks, slabs; /* of a row block */
+    int64_t tokens;
+    int widest; /* units of the largest slab */
+    int sms, shared_bytes;
+    bool prefers_pairs; /* of the codec, where either fits */
+} macko_ring_problem;
+
+/* What a block does, and where its shared memory goes: rings, halves of x, sums. */
+typedef struct macko_ring_shape {
+    int tokens;       /* of a block, filled up: 8, 16, 32 or 64 */
+    bool pairs;       /* two rings, of eight warps that take two tiles each; else one of sixteen that take one */
+    bool x_in_halves; /* a stage has no tokens: groups of four warps fetch them, 32 columns of their tile at a time */
+    int stages;       /* of a ring */
+    int x_at, stage_bytes, shared_bytes;
+} macko_ring_shape;
+
+/* Which slabs a block has, of those of all row blocks in their order. */
+typedef struct macko_ring_shares {
+    int slabs; /* of a row block */
+    int blocks;
+    int ways; /* blocks of a row block, of which the last one adds the sums up; 0: slabs are dealt out evenly */
+    int give; /* slabs of each of those but the last */
+    int64_t all_slabs;
+} macko_ring_shares;
+
+/* The first slab of a block; of the block after the last one their number. */
+MACKO_SLAB_FN int64_t macko_ring_share_at(const macko_ring_shares *s, int block) {
+    if (s->ways) return (int64_t)(block / s->ways) * s->slabs + (int64_t)(block % s->ways) * s->give;
+    return block * s->all_slabs / s->blocks;
+}
+
+/*
+ * Up to how many tokens this kernel is taken, by blocks of 64: more go through dense rows and the library's product. By
+ * count some 420 on an A100 and a 3090, 740 and more on a 4090, 5090 and L40S (docs/kernels.md). GPUs of 9 and 10, whose
+ * tensor cores mma.sync uses to half, have it measured: 128 tokens take 1.6 times F.linear's time on an H100, 256 take 2.7,
+ * and dense rows 2.2 and less.
+ */
+MACKO_SLAB_FN int64_t macko_ring_tokens_of(int major) {
+    return major == 9 || major == 10 ? 192 : 512;
+}
+
+MACKO_SLAB_FN int macko_ring_tokens(int64_t tokens) {
+    return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : MACKO_RING_MOST_TOKENS;
+}
+
+/* Fits a shape into shared memory; false where it does not. */
+MACKO_SLAB_FN bool macko_ring_fits(const macko_ring_problem *p, macko_ring_shape *shape) {
+    const int rings = shape->pairs ? 2 : 1, groups = 4;
+    const int at_once = shape->tokens < 16 ? 1 : 2; /* eights of tokens whose sums meet at once */
+    const int x_bytes = shape->tokens * MACKO_SLAB_COLS * 2;
+    shape->x_at = p->widest * MACKO_SLAB_UNIT;
+    shape->stage_bytes = shape->x_at + (shape->x_in_halves ? 0 : x_bytes);
+    /* Behind the last value of a slab is read on: into its tokens, or into the halves. */
+    const int besides = (groups - 1) * at_once * MACKO_RING_SUMS_BYTES + (shape->x_in_halves ? x_bytes : 0);
+    const int64_t fit = (p->shared_bytes - besides) / shape->stage_bytes / rings;
+    shape->stages = (int)(fit < MACKO_RING_MOST_STAGES ? fit : MACKO_RING_MOST_STAGES);
+    if (shape->pairs || shape->x_in_halves) shape->stages = shape->stages < 2 ? 0 : 2;
+    shape->shared_bytes = rings * shape->stages * shape->stage_bytes + besides;
+    return shape->stages >= 2;
+}
+
+/*
+ * The shape for so many tokens. false: no two stages fit (slabs of over 27 KB in 99 KB, at 33 to 64 tokens), and dense
+ * rows stay. Tokens that fill the same shape get the same one, so their bits do not depend on how many there are.
+ */
+MACKO_SLAB_FN bool macko_ring_shape_of(const macko_ring_problem *p, macko_ring_shape *shape) {
+    for (int kind = p->prefers_pairs ? 0 : 1; kind < 3; kind++) {
+        const macko_ring_shape tried = {
+            .tokens = macko_ring_tokens(p->tokens), .pairs = kind == 0, .x_in_halves = kind == 2};
+        *shape = tried;
+        if (kind == 2 && tried.tokens < 16) return false; /* not compiled: more tokens fit where these do not */
+        if (macko_ring_fits(p, shape)) return true;
+    }
+    return false;
+}
+
+/* The shares of each block of tokens, of which there are `token_blocks`. */
+MACKO_SLAB_FN macko_ring_shares macko_ring_shares_of(const macko_ring_problem *p, const macko_ring_shape *shape,
+                                                     int64_t token_blocks) {
+    const int64_t all = p->row_blocks * p->slabs;
+    int64_t blocks = p->sms / token_blocks, ways;
+    if (blocks < 1) blocks = 1;
+    /* As many blocks a row block as there are, where that leaves few SMs idle; the last has some slabs more, so that it
+     * finds the sums of the others there (4096 x 4096, 8 tokens: 14.7 us evenly, 13.0 with two ways; H100). */
+    ways = blocks / p->row_blocks;
+    if (ways > p->slabs) ways = p->slabs;
+    if (ways * p->row_blocks * 5 < blocks * 4) ways = 0;
+    const int extra = shape->pairs ? 4 : 2;
+    int64_t give = ways > 1 ? (p->slabs - extra) / ways : p->slabs;
+    if (give < 1) give = 1;
+    if (ways) blocks = ways * p->row_blocks;
+    if (blocks > all) blocks = all;
+    const macko_ring_shares shares = {(int)p->slabs, (int)blocks, (int)ways, (int)give, all};
+    return shares;
+}
+
+/* Device memory, with any content: of each block the sums of a row block, and a flag. */
+MACKO_SLAB_FN int64_t macko_ring_workspace_bytes(int64_t tokens, int sms) {
+    const int64_t token_blocks = (tokens + MACKO_RING_MOST_TOKENS - 1) / MACKO_RING_MOST_TOKENS;
+    const int64_t blocks = sms > token_blocks ? sms : token_blocks;
+    return blocks * (macko_ring_tokens(tokens) * MACKO_SLAB_ROWS * 4 + 8);
+}
+
+#endif

@@ -1,0 +1,128 @@
+"""The plan of the kernel for GPUs without wgmma (csrc/slab/ring_plan.h), on the host: every device's shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import macko
+
+ROOT = Path(macko.__file__).parent.parent
+
+#: 0, or the number of the rule that a plan breaks.
+CHECKS = r"""
+#include <stdlib.h>
+#include <string.h>
+
+#include "ring_plan.h"
+
+#define EXPECT(rule, condition) do { if (!(condition)) return rule; } while (0)
+
+/* Walks each block as the kernel does; what one takes another one before it must have given. */
+static int check_shares(const macko_ring_problem *p, const macko_ring_shares *s) {
+    const int64_t all = p->row_blocks * p->slabs;
+    char *covered = calloc((size_t)all, 1);
+    int64_t *given = calloc((size_t)s->blocks, sizeof *given);
+    int rule = 0;
+    for (int block = 0; block < s->blocks && !rule; block++) {
+        const int64_t begin = macko_ring_share_at(s, block), end = macko_ring_share_at(s, block + 1);
+        if (begin >= end || begin < 0 || end > all) rule = 1; /* an empty share would wait for a flag that nobody sets */
+        for (int64_t i = begin; i < end && !rule; i++)
+            if (covered[i]++) rule = 2;
+        const int64_t last = (end - 1) / p->slabs;
+        given[block] = end < (last + 1) * p->slabs ? last + 1 : 0;
+        const int64_t first = begin / p->slabs, row_begin = first * p->slabs;
+        if (begin > row_begin && end >= row_begin + p->slabs)
+            for (int other = block; macko_ring_share_at(s, other) > row_begin && !rule;)
+                if (--other < 0 || given[other] != first + 1) rule = 3; /* sums of another row block */
+    }
+    for (int64_t i = 0; i < all && !rule; i++)
+        if (!covered[i]) rule = 4;
+    free(covered);
+    free(given);
+    return rule;
+}
+
+int check(int64_t row_blocks, int64_t slabs, int64_t tokens, int widest, int sms, int shared_bytes, bool pairs,
+          int *stages, int *kind) {
+    const macko_ring_problem p = {row_blocks, slabs, tokens, widest, sms, shared_bytes, pairs};
+    macko_ring_shape shape;
+    *stages = 0;
+    if (!macko_ring_shape_of(&p, &shape)) return 0;
+    *stages = shape.stages;
+    *kind = shape.pairs ? 0 : shape.x_in_halves ? 2 : 1;
+    EXPECT(10, shape.shared_bytes <= shared_bytes && shape.stages >= 2);
+    EXPECT(11, shape.tokens >= (tokens < 64 ? tokens : 64));
+    /* Behind the last stage so much may be read. */
+    const int rings = shape.pairs ? 2 : 1;
+    EXPECT(12, shape.shared_bytes - rings * shape.stages * shape.stage_bytes >= MACKO_SLAB_OVERREAD);
+    EXPECT(13, shape.x_at >= widest * MACKO_SLAB_UNIT && shape.x_at % 16 == 0 && shape.stage_bytes % 128 == 0);
+    const int64_t token_blocks = (tokens + 63) / 64;
+    const macko_ring_shares s = macko_ring_shares_of(&p, &shape, token_blocks);
+    EXPECT(14, s.blocks >= 1 && (s.blocks * token_blocks <= sms || s.blocks == 1));
+    EXPECT(15, (int64_t)s.blocks * token_blocks * (shape.tokens * 256 + 8) <= macko_ring_workspace_bytes(tokens, sms));
+    return check_shares(&p, &s);
+}
+"""
+#: What a block may have: GPUs of 8.6, 8.9 and 12; of 8.0; of 9.0 and 10.0.
+SHARED = {99: 101376, 163: 166912, 227: 232448}
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory: pytest.TempPathFactory) -> ctypes._CFuncPtr:
+    if not (ROOT / "csrc").exists():
+        pytest.skip("macko is installed, its source is not here")
+    folder = tmp_path_factory.mktemp("ring")
+    (folder / "check.c").write_text(CHECKS)
+    command = [
+        "cc",
+        "-O2",
+        "-Wall",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        f"-I{ROOT / 'csrc/slab'}",
+        "check.c",
+        "-o",
+        "check.so",
+    ]
+    subprocess.run(command, cwd=folder, check=True)
+    function = ctypes.CDLL(str(folder / "check.so")).check
+    function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_int] * 3 + [ctypes.c_bool] + [ctypes.POINTER(ctypes.c_int)] * 2
+    return function
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_every_slab_is_multiplied_once_and_every_sum_is_taken(check: ctypes._CFuncPtr, shared: int) -> None:
+    stages, kind = ctypes.c_int(), ctypes.c_int()
+    shapes = [(1, 1), (1, 64), (2, 3), (16, 16), (48, 12), (64, 16), (80, 20), (64, 43), (172, 16), (448, 32), (300, 1)]
+    for row_blocks, slabs in shapes:
+        for tokens in (1, 8, 9, 16, 17, 33, 64, 65, 128, 512, 5000):
+            for widest in (21, 91, 160, 193, 277):  # from sparse8 at its least to tile at its most
+                for sms in (2, 48, 82, 108, 128, 132, 170):
+                    for pairs in (False, True):
+                        sizes = (row_blocks, slabs, tokens, widest, sms, SHARED[shared], pairs)
+                        assert check(*sizes, stages, kind) == 0, sizes
+
+
+def test_the_shape_for_each_size_of_shared_memory(check: ctypes._CFuncPtr) -> None:
+    """Two stages at least wherever a GPU can: else its products go by dense rows."""
+    stages, kind = ctypes.c_int(), ctypes.c_int()
+    pairs, wide, halves = range(3)
+
+    def found(shared: int, tokens: int, widest: int, prefers_pairs: bool) -> tuple[int, int]:
+        assert check(64, 16, tokens, widest, 128, SHARED[shared], prefers_pairs, stages, kind) == 0
+        return stages.value, kind.value if stages.value else -1
+
+    tile, dense12, sparse11 = 160, 193, 121  # units of a slab at density 0.5
+    assert [found(99, n, tile, True) for n in (8, 16, 32, 64)] == [(3, wide), (3, wide), (2, wide), (2, halves)]
+    assert [found(99, n, sparse11, True) for n in (8, 16)] == [(2, pairs), (3, wide)]
+    assert [found(99, n, dense12, False) for n in (8, 16, 32, 64)] == [(3, wide), (2, wide), (2, wide), (2, halves)]
+    assert [found(163, n, tile, True) for n in (8, 16, 32, 64)] == [(2, pairs)] * 3 + [(2, wide)]
+    assert [found(163, n, dense12, False) for n in (8, 16, 32, 64)] == [(4, wide), (4, wide), (3, wide), (2, wide)]
+    assert [found(227, n, tile, True) for n in (8, 16, 32, 64)] == [(2, pairs)] * 4
+    assert [found(227, n, dense12, False) for n in (8, 16, 32, 64)] == [(4, wide)] * 3 + [(3, wide)]
+    assert found(99, 64, 277, True) == (0, -1) and found(99, 8, 277, True) == (2, wide)

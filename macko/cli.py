@@ -492,9 +492,11 @@ def _model(transformers: Any, folder: Path) -> Any:
 def _tokenizer(transformers: Any, folder: Path, options: argparse.Namespace, other: Path | None = None) -> Any:
     """The folder's, or that of the model that it is compared with."""
     for place in (folder, *([other] if other else [])):
+        if not any(any(place.glob(pattern)) for pattern in ("*token*.json", "*vocab*", "*.model", "*.spm")):
+            continue  # of nothing transformers 5.0 makes an empty tokenizer
         try:
             return transformers.AutoTokenizer.from_pretrained(place)
-        except (OSError, ValueError) as error:
+        except (ImportError, OSError, ValueError) as error:  # the first of 5.0 to 5.8, where files are missing
             if any((place / name).exists() for name in TOKENIZERS):
                 raise ValueError(f"{place}: its tokenizer cannot be read: {error}") from None
     raise ValueError(f"{options.source} has no tokenizer: copy tokenizer* from the model that it was made of")

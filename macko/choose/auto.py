@@ -32,8 +32,8 @@ _Kind = TypeVar("_Kind", bound=PackedWeight)
 
 #: Where no table knows it: from this density up a CPU multiplies from a bitmap, below it from the canonical deltas.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
-#: Times of tile on a GPU without wgmma over those of a GPU with it, scaled by memory: 1.79 and 1.57 times F.linear at one
-#: token, of an H100 with and without (geometric means of five shapes, 2026-11-27).
+#: Times of tile on a GPU without wgmma over those of a GPU with it, scaled by memory: an H100 with and without takes one
+#: token 1.79 and 1.57 times as fast as F.linear (geometric means of five shapes, 2026-11-27).
 RINGS_TAKE = 1.15
 #: A report says where a layer is slower than dense by more than times vary.
 WORTH_SAYING = 0.95
@@ -267,7 +267,7 @@ def runs_wgmma(device: torch.device) -> bool:
 def gains_by_slabs(device: torch.device) -> bool:
     """Whether a GPU multiplies tile, sparse11 and dense12 faster than the library the dense matrix.
 
-    9.0 by kernels of its own, others from 8.0 on by one for all of them: measured on an H100 without the others, else by
+    9.0 by kernels made for it, others from 8.0 on by one for all of them: measured on an H100, for the others by
     count (docs/kernels.md). Not 10.0, whose memory brings more bytes than that kernel has clocks for.
     """
     major = torch.cuda.get_device_capability(device)[0]

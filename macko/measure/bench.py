@@ -291,7 +291,7 @@ def _load(source: str, device: torch.device, dtype: torch.dtype, weights_dtype: 
         dense, loaded = auto.from_pretrained(source, dtype=dtype, output_loading_info=True)
         check_whole(dense, loaded["missing_keys"], loaded["unexpected_keys"], source)
         return dense.to(device).eval()
-    config = runs.random_config(source)
+    config = runs.random_config(source, dtype=dtype)  # which transformers before 5.9 does not note by itself
     torch.manual_seed(0)
     with device, torch.no_grad():
         model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()

@@ -14,6 +14,10 @@ from .bytes import ByteWeight, Dense8Weight, Sparse8Weight
 from .canonical import MackoWeight
 
 
+#: What macko.shards had until PackedWeight did; it goes in macko 0.3.
+sliced = PackedWeight.cut
+
+
 def joined(parts: Sequence[PackedWeight], rows: int) -> ByteWeight | None:
     """Parts that hold values in 8 bits as one weight with their codes and scales; zeros up to so many rows.
 

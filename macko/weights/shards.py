@@ -13,7 +13,6 @@ from .base import PackedWeight
 from .bytes import ByteWeight, Dense8Weight, Sparse8Weight
 from .canonical import MackoWeight
 
-
 #: What macko.shards had until PackedWeight did; it goes in macko 0.3.
 sliced = PackedWeight.cut
 

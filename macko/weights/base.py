@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Kernels of torch that read slices take longer: worth it for gate and up of 11008 rows from 1024 tokens on, not at
 #: 512, and not for q, k and v of 4096 at 2048 (H200).
 OWN_PART = 10 << 20
-#: What kernels of tile's slabs store as tensors of their own, in the product's launch (csrc/tile/tile.h): so many
+#: What kernels of tile's slabs store as tensors of their own, in the product's launch (csrc/slab/slab.h): so many
 #: parts, all of whole row blocks but for the last.
 MOST_PARTS, PART_ROWS = 3, 64
 #: What a size can be at all: rows, columns and counts are int32 where they are stored.
@@ -513,7 +513,7 @@ class PackedWeight:
         return {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
 
     def to_macko(self) -> MackoWeight:
-        """The same weight in the canonical format, which is what files hold. Needs room for one dense copy meanwhile.
+        """The same weight in the canonical format, which is what files hold. Takes memory for one dense copy meanwhile.
 
         Bit for bit that which a layout was made from.
         """

@@ -137,7 +137,7 @@ class ByteWeight(SlabWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dense8Weight(ByteWeight):
-    """A dense weight in 8 bits an element and a scale a row; csrc/dense8/dense8.h specifies the bytes.
+    """A dense weight in 8 bits an element and a scale a row; csrc/codecs/dense8/dense8.h specifies the bytes.
 
     The same bytes on every device; a CPU multiplies it too, by dense rows.
 
@@ -174,7 +174,7 @@ class Dense8Weight(ByteWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sparse8Weight(ByteWeight):
-    """A sparse weight in a bit an element, 8 a value and a scale a row; csrc/sparse8/sparse8.h specifies the bytes.
+    """A sparse weight in a bit an element, 8 a value and a scale a row; sparse8.h specifies the bytes.
 
     What rounds to zero is dropped. The same bytes on every device; a CPU multiplies it too, by dense rows.
 

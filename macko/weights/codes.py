@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: Kinds of codes by their number in headers, as macko_byte_kind (csrc/dense8/bytes.h) has them.
+#: Kinds of codes by their number in headers, as macko_byte_kind (csrc/codecs/dense8/bytes.h) has them.
 KINDS = ("fp8", "int8")
 TYPES = (torch.float8_e4m3fn, torch.int8)
 #: Scales are below this: a kernel multiplies some by 64. The largest that a weight of 16 bits can want is half of it.

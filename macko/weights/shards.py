@@ -41,7 +41,7 @@ def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) 
     """The whole of a weight [shape] on the CPU, of which each process of a DeviceMesh has rows (dim 0) or columns (1).
 
     In the format that files hold; of 8 bits the codes and scales are those of the parts. All processes have to call;
-    each of them needs room for the dense weight meanwhile.
+    each of them takes memory for the dense weight meanwhile.
 
     Raises:
         ValueError: parts of columns have scales of their own, which no weight of 8 bits holds together.

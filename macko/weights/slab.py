@@ -18,7 +18,7 @@ AT = "slab {entry} of row block {place}"
 
 
 class SlabWeight(PackedWeight):
-    """What tile and the layouts of slabs like its own (csrc/tile/tile.h) have in common."""
+    """What tile and the layouts of slabs like its own (csrc/slab/slab.h) have in common."""
 
     values_name: ClassVar[str] = "data"
     overlaps: ClassVar[bool] = True
@@ -60,7 +60,7 @@ class SlabWeight(PackedWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileWeight(SlabWeight):
-    """How a GPU multiplies a macko weight by several tokens at a time; csrc/tile/tile.h specifies the bytes.
+    """How a GPU multiplies a macko weight by several tokens at a time; csrc/codecs/tile/tile.h specifies the bytes.
 
     Held instead of the canonical tensors, never saved: `to_macko` gives what is. The same bytes on every device; the
     ops run on the CPU too, where a weight is better held as canonical or bitmap.
@@ -99,7 +99,7 @@ class TileWeight(SlabWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dense12Weight(SlabWeight):
-    """A dense weight in 12 bits an element, bit for bit; csrc/dense12/dense12.h specifies the bytes.
+    """A dense weight in 12 bits an element, bit for bit; csrc/codecs/dense12/dense12.h specifies the bytes.
 
     It is made from any bfloat16 weight whose exponents lie close enough, or such a one that was converted to float16,
     and saved as that dense weight. The same bytes on every device; a CPU multiplies it too, more slowly than the dense.
@@ -153,7 +153,7 @@ class Dense12Weight(SlabWeight):
     @classmethod
     def bytes_of(cls, rows: int, cols: int, listed: int, fullest: int) -> int | None:
         """Bytes of a weight whose table lacks so many elements, `fullest` of them in one slab; None: it is not held."""
-        units, most = -(-(24640 + 4 * fullest) // 128), 64 * 256 * 2 // 128  # as csrc/dense12/dense12.h has it
+        units, most = -(-(24640 + 4 * fullest) // 128), 64 * 256 * 2 // 128  # as csrc/codecs/dense12/dense12.h has it
         return None if units > most or listed > rows * cols // 100 else cls.num_slabs(rows, cols) * units * 128
 
     def to_saved(self) -> Tensor:
@@ -191,7 +191,7 @@ class Dense12Weight(SlabWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sparse11Weight(SlabWeight):
-    """As tile, in 3 bits an element and 8 a value; csrc/sparse11/sparse11.h specifies the bytes.
+    """As tile, in 3 bits an element and 8 a value; csrc/codecs/sparse11/sparse11.h specifies the bytes.
 
     For bfloat16, and float16 that was converted from it. Lossless: `to_macko` gives what it was made from. Held instead
     of the canonical tensors, never saved. The same bytes on every device; a CPU multiplies it too, more slowly than

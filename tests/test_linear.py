@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import macko
 from macko import FORMATS, MackoWeight, SparseLinear
-from macko.choose.auto import Options, pack
+from macko.choose.auto import Options, repacked
 from macko.nn import linear
 from macko.weights import PackedWeight
 from tests.common import (
@@ -478,11 +478,11 @@ def test_mixed_that_is_chosen_anew_holds_values_as_before(monkeypatch: pytest.Mo
     layer, asked = SparseLinear.from_linear(dense_layer()), []
     layer._options = Options(values="raw")
 
-    def seen(w: MackoWeight, options: Options) -> PackedWeight:
+    def seen(packed: PackedWeight, options: Options) -> PackedWeight:
         asked.append(options)
-        return pack(w, options)
+        return repacked(packed, options)
 
-    monkeypatch.setattr(linear, "pack", seen)
+    monkeypatch.setattr(linear, "repacked", seen)
     layer.reformat_("mixed")
     assert asked == [Options("mixed", values="raw")]
     assert layer._options == Options(values="raw")

@@ -146,4 +146,4 @@ clean: ## all that was built
 docs: build ## the API reference from the docstrings, in build/docs
 	$(if $(ENV),$(PY) -m pip install --quiet --group docs)
 	$(PY) -m pdoc --docformat google --output-directory build/docs \
-	    macko macko.choose macko.formats macko.fuse macko.reference macko.integrations.transformers
+	    macko macko.choose macko.weights macko.fuse macko.reference macko.integrations.transformers

@@ -94,7 +94,7 @@ def load_model(
     with Checkpoint(path, by_names=True) as file:
         if other := file.quantised_by(_own_names(model)):
             raise ValueError(f"{os.fspath(path)}: it is quantised by {other}, which load_model does not read")
-        model = make_room(model, file)
+        model = put_sparse_layers(model, file)
         ties = {tuple(names) for names in tied_parameters(model).values()}
         on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         state = {name: file[name] for name in file}
@@ -123,7 +123,7 @@ def load_model(
     return model
 
 
-def make_room(model: nn.Module, file: Checkpoint) -> nn.Module:
+def put_sparse_layers(model: nn.Module, file: Checkpoint) -> nn.Module:
     """Puts an empty SparseLinear in the place of each linear layer that is packed in a file; the model."""
     for name in (*file.layers, *file.unnamed):
         model = _make_sparse(model, name)
@@ -436,8 +436,8 @@ def _make_sparse(model: nn.Module, name: str) -> nn.Module:
         raise ValueError(f"the file has a packed layer {name}, in the model it is a {type(layer).__name__}")
     if reason := unsupported(layer.weight.dtype, layer.weight.device):
         raise ValueError(f"the file has a packed layer {name}, which the model cannot hold: {reason}")
-    blank = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
-    sparse = with_hooks(SparseLinear.from_packed(blank, layer.bias, options=AUTO).train(layer.training), layer)
+    empty = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
+    sparse = with_hooks(SparseLinear.from_packed(empty, layer.bias, options=AUTO).train(layer.training), layer)
     if not name:
         return sparse
     for place, module in list(model.named_modules(remove_duplicate=False)):

@@ -1,7 +1,7 @@
-"""Typed functions over the ops `torch.ops.macko.*`, with their gradients and shapes (a layout's own: macko.formats).
+"""Typed functions over the ops `torch.ops.macko.*`, with their gradients and shapes (a layout's own: macko.weights).
 
 The ops take a packed weight of any layout as two lists: its tensors, and a header of whole numbers, [layout, rows,
-cols, ...], which csrc/torch/packed.h describes; `PackedWeight` (macko.formats) has both. The functions of this module
+cols, ...], which csrc/torch/packed.h describes; `PackedWeight` (macko.weights) has both. The functions of this module
 that are named after a paper's format take what the paper's reader would expect.
 """
 
@@ -37,7 +37,7 @@ __all__ = [
     "unpack",
 ]
 
-#: Numbers of the papers' layouts in a header (csrc/torch/packed.h).
+#: Numbers of the papers' layouts in a header, which are `number` of their classes in macko.weights.
 _CANONICAL, _EC, _SLIDE = 0, 4, 5
 #: Types of a slide weight's values by their number in a header.
 SLIDE_ELEMENTS = (torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16)

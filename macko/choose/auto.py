@@ -32,8 +32,8 @@ _Kind = TypeVar("_Kind", bound=PackedWeight)
 
 #: Where no table knows it: from this density up a CPU multiplies from a bitmap, below it from the canonical deltas.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
-#: Times of tile on a GPU without wgmma over those of a GPU with it, scaled by memory: an H100 with and without takes one
-#: token 1.79 and 1.57 times as fast as F.linear (geometric means of five shapes, 2026-11-27).
+#: Times of tile on a GPU without wgmma over those of a GPU with it, scaled by memory: an H100 takes
+#: one token with and without it 1.79 and 1.57 times as fast as F.linear (geometric means of five shapes, 2026-11-27).
 RINGS_TAKE = 1.15
 #: A report says where a layer is slower than dense by more than times vary.
 WORTH_SAYING = 0.95

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ..files import Checkpoint, make_room
+from ..files import Checkpoint, put_sparse_layers
 from . import wrap
 
 try:
@@ -24,7 +24,7 @@ def _into_sparse_layers(load: Any) -> Any:
             path = cls.load_file_path(given["model_name_or_path"], filename="model.safetensors", **where)
             if path is not None:
                 with Checkpoint(path, by_names=True) as file:
-                    make_room(model, file)
+                    put_sparse_layers(model, file)
         return load(cls, *args, **kwargs)
 
     return load_torch_weights

@@ -206,18 +206,18 @@ class SparseLinear(nn.Linear):
 
     def _check_content(self) -> None:
         """RuntimeError where somebody has changed the buffers of a copy."""
-        held, noted = self._buffers.items(), self._copied or []
-        known = [(id(tensor), _version(tensor)) for _, tensor in held if tensor is not None]
-        if known == [(which, version) for which, version, _ in noted]:
+        buffers, noted = self._buffers.items(), self._copied or []
+        now = [(id(tensor), _version(tensor)) for _, tensor in buffers if tensor is not None]
+        if now == [(which, version) for which, version, _ in noted]:
             return
-        for (name, tensor), (*_, total) in zip(held, noted, strict=False):
+        for (name, tensor), (*_, total) in zip(buffers, noted, strict=False):
             if tensor is not None and not tensor.is_meta and _sum_of_bytes(tensor) != total:
                 raise RuntimeError(
                     f"SparseLinear [{self.out_features}, {self.in_features}]: somebody has written into {name} of this "
                     f"copy, which is packed ({self.format}) and no numbers to average. Averages of models are of "
                     "parameters: AveragedModel(use_buffers=False); the packed weight does not change while one trains"
                 )
-        self._copied = [(*now, total) for now, (*_, total) in zip(known, noted, strict=False)]
+        self._copied = [(*new, total) for new, (*_, total) in zip(now, noted, strict=False)]
 
     @classmethod
     def from_packed(cls, packed: PackedWeight, bias: Tensor | None = None, *, options: Options | None = None) -> Self:
@@ -320,9 +320,9 @@ class SparseLinear(nn.Linear):
         """
         if self._copied is not None and not torch.compiler.is_compiling():
             self._check_content()
-        tensors, own = list(self._buffers.values()), self._parameters
+        tensors, parameters = list(self._buffers.values()), self._parameters
         # Less 0.4 us of nn.Module; FSDP and parametrizations take it out of there.
-        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if (dtype := autocast_dtype(input)) is None:
             try:
                 return multiply(input, tensors, self._header, bias)
@@ -472,7 +472,7 @@ class SparseLinear(nn.Linear):
     ) -> None:
         """Validates what comes, then makes buffers of its sizes, for nn.Module to copy or assign to."""
         before, assigned = self._view, bool(local_metadata.get("assign_to_params_buffers"))
-        own, extra = [prefix + name for name in self._buffers], f"{prefix}_extra_state"
+        buffers, extra = [prefix + name for name in self._buffers], f"{prefix}_extra_state"
         try:
             packed, changed = self._loaded(state_of(state_dict, prefix), assigned)
         except (TypeError, ValueError) as error:
@@ -485,7 +485,7 @@ class SparseLinear(nn.Linear):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if extra in missing_keys:  # sizes of our own do, where a file keeps no such thing
+        if extra in missing_keys:  # the layer's sizes do, where a file keeps none
             missing_keys.remove(extra)
         if packed is None:  # what the state lacks is what files hold
             pairs = zip(before.tensor_names, before.names_in_files, strict=True)
@@ -493,7 +493,7 @@ class SparseLinear(nn.Linear):
             missing_keys[:] = [names.get(key, key) for key in missing_keys]
         else:
             # The empty weight of a packed folder, and the layout's own tensors, which torch.distributed.checkpoint adds
-            expected = {*own, *(prefix + name for name in IN_FILES)}
+            expected = {*buffers, *(prefix + name for name in IN_FILES)}
             unexpected_keys[:] = [key for key in unexpected_keys if key not in expected]
         if self._copied is not None:
             self._note_content()
@@ -505,10 +505,10 @@ class SparseLinear(nn.Linear):
 
     def _loaded(self, state: dict[str, Any], assigned: bool) -> tuple[PackedWeight | None, bool]:
         """The weight of a state as the layer can hold it, None where it has none; and whether other tensors are its."""
-        held = self._view
-        if (dense := dense_in(state, held)) is not None:
+        like = self._view
+        if (dense := dense_in(state, like)) is not None:
             return self._pack_loaded(dense, assigned), True
-        found = packed_in(state, held, (self.out_features, self.in_features))
+        found = packed_in(state, like, (self.out_features, self.in_features))
         if found is None:
             return None, False
         on_meta = "meta" in (self.device.type, found.device.type)

@@ -54,19 +54,19 @@ class _Whole(SparseLinear):
         version = None if tracing or x.is_inference() else x._version
         inference = not tracing and torch.is_inference_mode_enabled()
         key = (version, inference, torch.is_grad_enabled(), autocast_dtype(x))
-        held = last.traced if tracing else last.eager
-        if held is None or held[0] is not self or held[1] is not x or held[2] != key or index in held[4]:
+        product = last.traced if tracing else last.eager
+        if product is None or product[0] is not self or product[1] is not x or product[2] != key or index in product[4]:
             if not tracing:
-                last.eager = held = None  # before there is more
+                last.eager = product = None  # before there is more
                 self._check_device(x)
-            held = (self, x, key, self._parts(x, self._part_rows), ())
-        taken = (*held[4], index)
-        kept = (*held[:4], taken) if len(taken) < len(self._part_rows) else None
+            product = (self, x, key, self._parts(x, self._part_rows), ())
+        taken = (*product[4], index)
+        kept = (*product[:4], taken) if len(taken) < len(self._part_rows) else None
         if tracing:
             last.traced = kept
         else:
             last.eager = kept
-        return held[3][index]
+        return product[3][index]
 
     def _check_device(self, x: Tensor) -> None:
         """RuntimeError where x is elsewhere: what moves modules tensor by tensor does not see this one."""

@@ -519,7 +519,7 @@ class PackedWeight:
         return {name: size for name, size in self.sizes().items() if name not in ("rows", "cols")}
 
     def to_macko(self) -> MackoWeight:
-        """The same weight in the canonical format, which is what files hold. Needs room for one dense copy meanwhile.
+        """The same weight in the canonical format, which is what files hold. Takes memory for one dense copy meanwhile.
 
         Bit for bit that which a layout was made from.
         """

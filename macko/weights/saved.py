@@ -146,8 +146,8 @@ def _said(state: _State, like: PackedWeight, cols: int) -> tuple[type[PackedWeig
                 f"this layer holds {like.format}: load it with macko.load_model or from_pretrained"
             )
     there = {name: tensor for name in IN_FILES if isinstance(tensor := state.get(name), Tensor)}
-    files, own = MackoWeight.tensor_names, like.tensor_names
+    files, names = MackoWeight.tensor_names, like.tensor_names
     of_a_file = all(name in there for name in files)
-    if any(name in there for name in files) and (of_a_file or any(name not in state for name in own)):
+    if any(name in there for name in files) and (of_a_file or any(name not in state for name in names)):
         return saved_by_names(there, cols, like)
-    return type(like), like.sizes(), list(own)
+    return type(like), like.sizes(), list(names)

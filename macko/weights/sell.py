@@ -74,7 +74,7 @@ class SellWeight(PackedWeight):
 
     @classmethod
     def runs(cls, device: torch.device, dtype: torch.dtype, cols: int = 0) -> bool:
-        """Also whether its kernel has room for x in shared memory, and its base columns of 16 bits reach."""
+        """Also whether its kernel has shared memory for x, and its base columns of 16 bits reach."""
         if not super().runs(device, dtype):
             return False
         shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
@@ -141,13 +141,13 @@ class SellWeight(PackedWeight):
         count = lambda of: (of[:, None] + self.warps - 1 - warp) // self.warps  # noqa: E731  groups of each warp
         lengths = count(groups) * (steps - 1)[:, None] + count(long_groups)
         lengths[:, 1::2] = lengths[:, ::2]  # warps go in pairs
-        behind = (lengths - lengths.clamp(max=self.head)).sum(1)
+        after = (lengths - lengths.clamp(max=self.head)).sum(1)
         others = (groups - self.warps).clamp(min=0)
         heads = len(rows) * self.warps
-        slots = (heads * self.head + int(behind.sum())) * (512 + 32 * self.gap_bits)
+        slots = (heads * self.head + int(after.sum())) * (512 + 32 * self.gap_bits)
         checks = {
             "a block's stages are not those of its first warp": not torch.equal(stages, lengths[:, 0]),
-            "blocks do not follow each other in data": not torch.equal(slot, before(behind)),
+            "blocks do not follow each other in data": not torch.equal(slot, before(after)),
             "blocks do not follow each other in bases": not torch.equal(group, before(others)),
             f"data has {self.data.numel()} elements, expected {slots}": self.data.numel() != slots,
             f"bases has {self.bases.numel()} elements": self.bases.numel() != (heads + int(others.sum())) * 32,

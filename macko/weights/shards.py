@@ -13,6 +13,9 @@ from .base import PackedWeight
 from .bytes import ByteWeight, Dense8Weight, Sparse8Weight
 from .canonical import MackoWeight
 
+#: What macko.shards had until PackedWeight did; it goes in macko 0.3.
+sliced = PackedWeight.cut
+
 
 def joined(parts: Sequence[PackedWeight], rows: int) -> ByteWeight | None:
     """Parts that hold values in 8 bits as one weight with their codes and scales; zeros up to so many rows.
@@ -38,7 +41,7 @@ def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) 
     """The whole of a weight [shape] on the CPU, of which each process of a DeviceMesh has rows (dim 0) or columns (1).
 
     In the format that files hold; of 8 bits the codes and scales are those of the parts. All processes have to call;
-    each of them needs room for the dense weight meanwhile.
+    each of them takes memory for the dense weight meanwhile.
 
     Raises:
         ValueError: parts of columns have scales of their own, which no weight of 8 bits holds together.

@@ -18,7 +18,7 @@ AT = "slab {entry} of row block {place}"
 
 
 class SlabWeight(PackedWeight):
-    """What tile and the layouts of slabs like its own (csrc/codecs/tile/tile.h) have in common."""
+    """What tile and the layouts of slabs like its own (csrc/slab/slab.h) have in common."""
 
     values_name: ClassVar[str] = "data"
     overlaps: ClassVar[bool] = True

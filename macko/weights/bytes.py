@@ -173,7 +173,7 @@ class Dense8Weight(ByteWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sparse8Weight(ByteWeight):
-    """A sparse weight in a bit an element, 8 a value and a scale a row; csrc/codecs/sparse8/sparse8.h specifies the bytes.
+    """A sparse weight in a bit an element, 8 a value and a scale a row; csrc/codecs/sparse8/sparse8.h has the bytes.
 
     What rounds to zero is dropped. The same bytes on every device; a CPU multiplies it too, by dense rows.
 

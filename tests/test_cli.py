@@ -895,7 +895,7 @@ def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch:
     monkeypatch.setattr(bench, "_load", load)
     for more, message in (
         (["--format", "elves"], ": --format is 'elves'"),
-        (["--format", "tile", "--values", "fp8"], "--values is of formats"),
+        (["--format", "tile", "--values", "fp8"], "--values is 'fp8', format 'tile' takes exact"),
         (["--values", "int8", "--sparsity", "0.5", "0.6"], "--values int8 rounds the model: give one --sparsity"),
         (["--sparsity", "0.5", "50"], "sparsity is 50"),
         (["--json", str(dense)], "Is a directory"),

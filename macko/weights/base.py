@@ -27,13 +27,8 @@ if TYPE_CHECKING:
 #: Kernels of torch that read slices take longer: worth it for gate and up of 11008 rows from 1024 tokens on, not at
 #: 512, and not for q, k and v of 4096 at 2048 (H200).
 OWN_PART = 10 << 20
-<<<<<<< HEAD
-#: What kernels of slabs store as tensors of their own, in the product's launch (csrc/slab/slab.h): so many
-#: parts, all of whole row blocks but for the last.
-=======
 #: What kernels of slabs store as tensors of their own, in the product's launch (csrc/slab/slab.h): so many parts, all
 #: of whole row blocks but for the last.
->>>>>>> house-merge
 MOST_PARTS, PART_ROWS = 3, 64
 #: What a size can be at all: rows, columns and counts are int32 where they are stored.
 SIZES = range(2**31)

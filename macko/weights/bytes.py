@@ -173,11 +173,7 @@ class Dense8Weight(ByteWeight):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sparse8Weight(ByteWeight):
-<<<<<<< HEAD
-    """A sparse weight in a bit an element, 8 a value and a scale a row; sparse8.h specifies the bytes.
-=======
     """A sparse weight in a bit an element, 8 a value and a scale a row; csrc/codecs/sparse8/sparse8.h has the bytes.
->>>>>>> house-merge
 
     What rounds to zero is dropped. The same bytes on every device; a CPU multiplies it too, by dense rows.
 

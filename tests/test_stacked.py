@@ -13,7 +13,7 @@ from macko.choose.options import Options
 from macko.integrations import stacked
 from macko.integrations.config import Settings
 from macko.integrations.stacked import Share, Stack
-from macko.weights import EcWeight, MackoWeight, PackedWeight, Sparse8Weight, described
+from macko.weights import EcWeight, MackoWeight, PackedWeight, Sparse8Weight
 from tests.common import assert_same_bits, random_weight
 
 CPU, F16, BF16 = torch.device("cpu"), torch.float16, torch.bfloat16
@@ -21,7 +21,9 @@ QKV = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
 
 def about(weight: PackedWeight) -> dict[str, Any]:
-    return described(type(weight), weight.sizes())
+    about = weight.about()
+    assert about is not None
+    return about
 
 
 def stack_of(*weights: PackedWeight, keys: Sequence[Any] = ()) -> Stack:

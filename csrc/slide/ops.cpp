@@ -89,7 +89,7 @@ macko_slide_weight weight_of(const char *op, const Tensor &packed, const Tensor 
     return {{rows, cols, int(n), type}, reads<uint8_t>(packed), reads<float>(scale)};
 }
 
-// p[2] is empty and p.own(3), p.own(4) are 0: files have them, of a second weight beside this one.
+// p[2] is empty and p.number(3), p.number(4) are 0: files have them, of a second weight beside this one.
 macko_slide_weight weight_in(const char *op, const Packed &p) {
     const Tensor &tiles = p[0], &scale = p[1];
     if (scale.dim() != 1 || scale.numel() != p.rows())

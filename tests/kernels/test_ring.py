@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ SHARED = {99: 101376, 163: 166912, 227: 232448}
 
 
 @pytest.fixture(scope="module")
-def check(tmp_path_factory: pytest.TempPathFactory) -> ctypes._CFuncPtr:
+def check(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if not (ROOT / "csrc").exists():
         pytest.skip("macko is installed, its source is not here")
     folder = tmp_path_factory.mktemp("ring")
@@ -85,7 +86,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> ctypes._CFuncPtr:
 
 
 @pytest.mark.parametrize("shared", SHARED)
-def test_every_slab_is_multiplied_once_and_every_sum_is_taken(check: ctypes._CFuncPtr, shared: int) -> None:
+def test_every_slab_is_multiplied_once_and_every_sum_is_taken(check: Any, shared: int) -> None:
     stages, kind = ctypes.c_int(), ctypes.c_int()
     shapes = [(1, 1), (1, 64), (2, 3), (16, 16), (48, 12), (64, 16), (80, 20), (64, 43), (172, 16), (448, 32), (300, 1)]
     for row_blocks, slabs in shapes:
@@ -97,7 +98,7 @@ def test_every_slab_is_multiplied_once_and_every_sum_is_taken(check: ctypes._CFu
                         assert check(*sizes, stages, kind) == 0, sizes
 
 
-def test_the_shape_for_each_size_of_shared_memory(check: ctypes._CFuncPtr) -> None:
+def test_the_shape_for_each_size_of_shared_memory(check: Any) -> None:
     """Two stages at least wherever a GPU can: else its products go by dense rows."""
     stages, kind = ctypes.c_int(), ctypes.c_int()
     pairs, wide, halves = range(3)

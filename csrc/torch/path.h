@@ -12,12 +12,12 @@
 #include "../core/types.h"
 
 typedef enum macko_path {
-    MACKO_PATH_SPMV,        /* from packed bytes, for one token (bitmap: a few): FMAs, memory bound */
-    MACKO_PATH_SPMM,        /* the same for several */
-    MACKO_PATH_FEW,         /* slabs: tensor cores, memory bound; wgmma */
-    MACKO_PATH_MANY,        /* the same, compute bound */
-    MACKO_PATH_RING,        /* slabs, without wgmma: mma.sync */
-    MACKO_PATH_DENSE_ROWS,  /* unpacked, then the library's product */
+    MACKO_PATH_SPMV,       /* from packed bytes, for one token (bitmap: a few): FMAs, memory bound */
+    MACKO_PATH_SPMM,       /* the same for several */
+    MACKO_PATH_FEW,        /* slabs: tensor cores, memory bound; wgmma */
+    MACKO_PATH_MANY,       /* the same, compute bound */
+    MACKO_PATH_RING,       /* slabs, without wgmma: mma.sync */
+    MACKO_PATH_DENSE_ROWS, /* unpacked, then the library's product */
 } macko_path;
 
 typedef struct macko_path_device {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -67,6 +68,13 @@ def longer(made: Any) -> Tensor:
 def shifted(made: Any) -> SlabWeight:
     """Its data, two bytes past a multiple of 16."""
     return dataclasses.replace(made, data=torch.cat([made.data[:1], made.data])[1:])
+
+
+def by_rows(tokens: int) -> bool:
+    """Whether a GPU multiplies so many tokens by dense rows: without wgmma, as with MACKO_COPY=cp_async."""
+    major = torch.cuda.get_device_capability()[0]
+    has_wgmma = major == 9 and os.environ.get("MACKO_COPY") != "cp_async"
+    return not has_wgmma and tokens > (192 if major in (9, 10) else 512)
 
 
 class Codec:
@@ -149,8 +157,8 @@ class Codec:
         return random_vector(*shape, dtype=self.dtype, seed=seed)
 
     def assert_close(self, y: Tensor, source: Source, x: Tensor, bias: Tensor | None = None) -> None:
-        """y against x W^T + bias, as the tensor cores round it, and on a CPU as the library does."""
-        if y.is_cuda and x.shape[-1]:
+        """y against x W^T + bias, as the tensor cores round it, and by dense rows as the library does."""
+        if y.is_cuda and x.shape[-1] and not by_rows(x.shape[:-1].numel()):
             # Of codes there is a product with the scale behind the sums, and one addition.
             roundings = chain(x.shape[-1]) + 2 * (len(self.kinds) > 1)
             assert_close_spmv(y, self.unrounded(source), x, bias, chain=roundings)
@@ -302,7 +310,7 @@ class Sparse11(Codec):
         yield "entries is 7, it has", replaced(made, entries=7)
         yield "table_low is -1, expected 0 to", replaced(made, table_low=-1)
         yield "widest is 52, expected 53 to", replaced(made, widest=52)
-        yield "data has dtype float32, sparse11 holds bfloat16 and float16", replaced(made, data=made.data.float())
+        yield "data has dtype float32, (sparse11 holds|expected)", replaced(made, data=made.data.float())
         yield "data begins 2 bytes past a multiple of 16", shifted(made)
 
     def refused(self, made: Any) -> Faults:
@@ -388,7 +396,7 @@ class Dense12(Codec):
         for units in (0, 192, 257):
             yield f"slab_units is {units}, expected 193 to 256", replaced(made, slab_units=units)
         yield "data has .* elements, expected .* in slabs of 194 units", replaced(made, slab_units=194)
-        yield "data has dtype float32, dense12 holds bfloat16", replaced(made, data=made.data.float())
+        yield "data has dtype float32, (dense12 holds|expected)", replaced(made, data=made.data.float())
         half = replaced(made, data=made.data.view(torch.float16))
         yield "byte 2 of its table: .* under 128 .float16: 16", half
         yield "data begins 2 bytes past a multiple of 16", shifted(made)

@@ -90,7 +90,7 @@ def test_dense_rows_keep_to_the_workspace(plan: Plan) -> None:
 @pytest.mark.parametrize("copy", ["bulk", "cp_async"])
 @pytest.mark.parametrize(("rows", "cols"), [(130, 500), (301, 203)])
 def test_every_number_of_tokens_up_to_330(rows: int, cols: int, copy: str, dtype: torch.dtype, plan: Plan) -> None:
-    plan(f"copy={copy}")
+    plan(f"copy={copy},tile_tokens=1000")
     w, x, bias = (
         random_weight(rows, cols, 0.5, dtype),
         tokens_of(330, cols, dtype=dtype),

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ..choose.auto import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, choosable, sparse11_of
 from ..choose.exponents import bit_counts, have_codes, lacking
 from ..choose.patterns import PATTERNS, countable, matching_patterns, pattern_names
-from ..choose.times import SHIPPED, Times, is_cpu, packed_share, read, times, times_of
+from ..choose.times import Times, measured_gpus, packed_share, times, times_of
 from ..files import Checkpoint
 from ..integrations.compressed_tensors import Masked, masked, sparsity_format
 from ..nn.convert import MIN_SPARSITY
@@ -110,8 +110,7 @@ class _Table:
             )
         how = "measured times where there are some, else a model fitted to those"
         if not self.known.at(1).measured:
-            others = sorted(gpu for gpu in (read(path)["gpu"] for path in SHIPPED.glob("*.json")) if not is_cpu(gpu))
-            how = f"nobody measured it: fitted to another GPU's times; measured are {', '.join(others)}"
+            how = f"nobody measured it: fitted to another GPU's times; measured are {', '.join(measured_gpus())}"
             how += "; macko tune measures"
         if self.us[1]:
             lines.append(f"on {self.known.gpu}: time of one token dense over that of the fastest format ({how}).")

@@ -783,7 +783,7 @@ def test_bench_against_fewer_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench, "_times", no_times)
+    monkeypatch.setattr(runs, "seconds", no_times)
     out = tmp_path / "results.jsonl"
     sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--dtype", "bfloat16"]
     assert main(["bench", "random:tiny", *sizes, "--against", "fp8", "int4", "--json", str(out)]) == 0
@@ -1331,7 +1331,7 @@ def test_prune_and_eval_tell_it_so_too(
 def test_bench_of_a_dense_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "_times", no_times)
+    monkeypatch.setattr(runs, "seconds", no_times)
     sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2"]
     out = tmp_path / "lines.jsonl"
     assert main(["bench", "random:tiny", "--format", "dense12", *sizes, "--json", str(out)]) == 0

@@ -128,7 +128,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from typing_extensions import Self
-from .slab import _AT, SlabWeight
+from .slab import AT, SlabWeight
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Toy16Weight(SlabWeight):
@@ -138,7 +138,7 @@ class Toy16Weight(SlabWeight):
     any_weight: ClassVar[bool] = True
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     counted: ClassVar[tuple[str, ...]] = ()
-    faults: ClassVar[Mapping[int, str]] = {1: f"{_AT}: element {{found}} is outside of the matrix and not 0"}
+    faults: ClassVar[Mapping[int, str]] = {1: f"{AT}: element {{found}} is outside of the matrix and not 0"}
     data: Tensor
     rows: int
     cols: int

@@ -543,8 +543,8 @@ __device__ __forceinline__ void epilogue(const many_task<CODEC> &task, uint32_t 
     const sm90::pipeline_state lent = x.ahead(warpgroup, task.stages.x);
     sm90::consumer_wait(smem + SHAPE::X_FULL, lent);
     x = x.ahead(SHAPE::ROW_BLOCKS, task.stages.x);
-    const uint32_t output = smem + SHAPE::X + lent.stage * SHAPE::STAGE_BYTES;
-    const uint32_t to = output + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
+    const uint32_t staged = smem + SHAPE::X + lent.stage * SHAPE::STAGE_BYTES;
+    const uint32_t to = staged + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
 #pragma unroll
     for (int i = 0; i < SHAPE::OUT_TOKENS / 16; i++) {
         const float *sum = sums + i * 8;
@@ -567,7 +567,7 @@ __device__ __forceinline__ void epilogue(const many_task<CODEC> &task, uint32_t 
             for (int i = thread / MACKO_SLAB_ROWS; i < min(SHAPE::OUT_TOKENS, task.tokens - first);
                  i += MACKO_SLAB_WARPGROUP / MACKO_SLAB_ROWS)
                 ((uint16_t *)output.y)[(first + i) * output.rows + first_row + own] =
-                    load_shared_2(output + i * 128 + ((own / 8 ^ i % 8) << 4) + own % 8 * 2);
+                    load_shared_2(staged + i * 128 + ((own / 8 ^ i % 8) << 4) + own % 8 * 2);
     }
     sm90::fence_proxy_async();
 }

@@ -201,10 +201,11 @@ def expected_us(
     known = times_of(device).at(tokens or 1)
     us = known.us(rows, cols, density, dtype, tokens or 1)
     us = {name: time for name, time in us.items() if name not in FORMATS or FORMATS[name].runs(device, dtype, cols)}
-    if device.type == "cuda" and not known.measured and TileWeight.format in us and not runs_wgmma(device):
-        us[TileWeight.format] *= RINGS_TAKE  # the lines of another GPU are of another kernel
+    tile = TileWeight.format
+    if device.type == "cuda" and tile in us and not known.measured and not runs_wgmma(device):
+        us[tile] *= RINGS_TAKE  # the lines of another GPU are of another kernel
         if not gains_by_slabs(device):
-            del us[TileWeight.format]
+            del us[tile]
     return us
 
 

@@ -196,6 +196,11 @@ def is_cpu(gpu: str) -> bool:
     return gpu.startswith(CPU)
 
 
+def measured_gpus() -> list[str]:
+    """GPUs of which a table comes with macko."""
+    return sorted(gpu for gpu in (read(path)["gpu"] for path in SHIPPED.glob("*.json")) if not is_cpu(gpu))
+
+
 def bandwidth_gbps(device: torch.device | int | None = None) -> float:
     """Of the memory, by clock and width; 0 where torch does not say, as of a CPU."""
     if isinstance(device, torch.device) and device.type == "cpu":

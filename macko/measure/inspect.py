@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from ..choose.auto import DENSE12_SHARE, DENSE12_WEIGHTS, SPARSE11_LISTED, choosable, sparse11_of
 from ..choose.exponents import bit_counts, have_codes, lacking
 from ..choose.patterns import PATTERNS, countable, matching_patterns, pattern_names
-from ..choose.times import SHIPPED, Times, is_cpu, packed_share, read, times, times_of
+from ..choose.times import Times, measured_gpus, packed_share, times, times_of
 from ..files import Checkpoint
 from ..integrations.compressed_tensors import Masked, masked, sparsity_format
 from ..nn.convert import MIN_SPARSITY
@@ -109,9 +109,14 @@ class _Table:
                 "decode, at best: dense over packed bytes, what a layer gains for one token when memory alone decides."
             )
         how = "measured times where there are some, else a model fitted to those"
+<<<<<<< HEAD
         if not self.times.at(1).measured:
             others = sorted(gpu for gpu in (read(path)["gpu"] for path in SHIPPED.glob("*.json")) if not is_cpu(gpu))
             how = f"nobody measured it: fitted to another GPU's times; measured are {', '.join(others)}"
+=======
+        if not self.known.at(1).measured:
+            how = f"nobody measured it: fitted to another GPU's times; measured are {', '.join(measured_gpus())}"
+>>>>>>> house-merge
             how += "; macko tune measures"
         if self.us[1]:
             lines.append(f"on {self.times.gpu}: time of one token dense over that of the fastest format ({how}).")

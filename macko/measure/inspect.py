@@ -109,14 +109,8 @@ class _Table:
                 "decode, at best: dense over packed bytes, what a layer gains for one token when memory alone decides."
             )
         how = "measured times where there are some, else a model fitted to those"
-<<<<<<< HEAD
         if not self.times.at(1).measured:
-            others = sorted(gpu for gpu in (read(path)["gpu"] for path in SHIPPED.glob("*.json")) if not is_cpu(gpu))
-            how = f"nobody measured it: fitted to another GPU's times; measured are {', '.join(others)}"
-=======
-        if not self.known.at(1).measured:
             how = f"nobody measured it: fitted to another GPU's times; measured are {', '.join(measured_gpus())}"
->>>>>>> house-merge
             how += "; macko tune measures"
         if self.us[1]:
             lines.append(f"on {self.times.gpu}: time of one token dense over that of the fastest format ({how}).")

@@ -63,6 +63,8 @@ LARGE = {"tall": (20_011, 264, 0.5), "in L2": (4096, 4096, 0.5), "beyond L2": (1
 #: Products of a GPU between two looks at the clock, and of one graph.
 BATCH = 64
 OLD_COPIES = "copy=cp_async"
+#: The kernel of GPUs without wgmma, for any number of tokens, with as much shared memory as those GPUs have.
+RINGS = tuple(f"{OLD_COPIES},tile_tokens=1000000{more}" for more in ("", ",sms=2", ",shared_kb=163", ",shared_kb=99"))
 GEMM_WAYS = ("128x320x1x1", "128x160x2x1", "192x192x1x1", "192x192x2x1")
 #: Of dense12 and sparse11, which have no block of 192 rows by 192 tokens.
 OTHER_WAYS = ("128x320x2x1", "128x160x2x1", "128x256x1x1", "192x128x2x1")
@@ -71,10 +73,10 @@ FEW_SMS = ("sms=2", "sms=6")
 #: Keys of MACKO_PLAN that choose other kernels, or how many blocks there are.
 KNOBS: dict[str, Sequence[str]] = {
     "sell": ("", *FEW_SMS, OLD_COPIES, "stream_tokens=1000000"),
-    "tile": ("", *FEW_SMS, OLD_COPIES, *(f"tile_tokens=1000000,tile_gemm={way}" for way in GEMM_WAYS)),
+    "tile": ("", *FEW_SMS, OLD_COPIES, *RINGS, *(f"tile_tokens=1000000,tile_gemm={way}" for way in GEMM_WAYS)),
     "slide": ("", *FEW_SMS, OLD_COPIES),
-    **dict.fromkeys(("dense12", "sparse11"), ("", *FEW_SMS, *(f"tile_gemm={way}" for way in OTHER_WAYS))),
-    **dict.fromkeys(("dense8", "sparse8"), ("", *FEW_SMS, *(f"tile_gemm={way}" for way in GEMM_WAYS))),
+    **dict.fromkeys(("dense12", "sparse11"), ("", *FEW_SMS, *RINGS, *(f"tile_gemm={way}" for way in OTHER_WAYS))),
+    **dict.fromkeys(("dense8", "sparse8"), ("", *FEW_SMS, *RINGS, *(f"tile_gemm={way}" for way in GEMM_WAYS))),
 }
 TOKENS = {
     "macko": (1, 3, 33),

@@ -68,8 +68,8 @@ MERGED = ("q_proj", "k_proj", "v_proj")
 
 @pytest.fixture
 def tile_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU of compute capability 9.0."""
-    monkeypatch.setattr("macko.choose.auto.runs_wgmma", lambda device: True)
+    """As on a GPU whose kernels of slabs gain."""
+    monkeypatch.setattr("macko.choose.auto.gains_by_slabs", lambda device: True)
     monkeypatch.setattr("macko.choose.auto.choose", lambda weight, tokens=None: TileWeight)
 
 

@@ -135,20 +135,25 @@ def test_times_of_eight_tokens_do_not_hide_the_model_of_one(own_tables: Path, mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 500)
     monkeypatch.setattr(SellWeight, "runs", lambda *_: True)
-    for tokens, wanted in ((1, {"dense", "sell"}), (8, {"dense", "sell", "tile"})):
+    for tokens, wanted in ((1, {"dense", "sell", "tile"}), (8, {"dense", "sell", "tile"})):
         assert {*choose.expected_us(512, 512, 0.5, HALF, torch.device("cuda"), tokens)} == wanted
 
 
-def test_tiles_times_stand_for_the_kernel_with_wgmma_alone(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (own_tables / "shipped" / times.file_name("Known")).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2)))
+def test_tiles_times_of_another_gpu_are_of_its_kernel(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own_tables / "shipped" / times.file_name("Known")).write_text(
+        table(line(512, 512, 0.5, dense=9, sell=2.2, tile=2))
+    )
     monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 1000)
     monkeypatch.setattr(SellWeight, "runs", lambda *_: True)
     weight = SimpleNamespace(rows=512, cols=512, density=0.5, dtype=HALF, device=torch.device("cuda"))
-    for name, major, one in (("Other", 8, "sell"), ("Other", 10, "sell"), ("Other", 9, "tile"), ("Known", 8, "tile")):
+    for name, major, one, any_number in (
+        *(("Other", 8, "sell", "tile"), ("Other", 10, "sell", "sell"), ("Other", 9, "tile", "tile")),
+        *(("Known", 8, "tile", "tile"), ("Known", 10, "tile", "tile")),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
         assert choose.choose(weight, 1).format == one  # type: ignore[arg-type]
-        assert choose.choose(weight).format == one  # type: ignore[arg-type]
+        assert choose.choose(weight).format == any_number  # type: ignore[arg-type]
         assert choose.choose(weight, 8).format == "tile"  # type: ignore[arg-type]
 
 
@@ -376,7 +381,7 @@ def test_sell_is_chosen_up_to_a_little_more_time(
     monkeypatch.setattr(choose, "expected_us", lambda *_: dict(us))
     weight = SimpleNamespace(rows=8, cols=8, density=0.7, dtype=HALF, device=torch.device("cuda"))
     assert choose.choose(weight, 1).format == wanted  # type: ignore[arg-type]
-    for major, unknown in ((8, wanted), (9, "tile")):
+    for major, unknown in ((8, "tile"), (9, "tile"), (10, wanted)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, major=major: (major, 0))
         assert choose.choose(weight).format == unknown  # type: ignore[arg-type]
         assert choose.choose(weight, 2).format == "tile"  # type: ignore[arg-type]

@@ -109,6 +109,9 @@ class SlideWeight(PackedWeight):
         codes = super().to_dense()
         return codes if self.element >= 2 else (codes.float() * self.scale[:, None]).to(self.dtype)
 
+    def _options(self) -> dict[str, int]:
+        return {"n": self.n, "element": self.element, "source": self.source}
+
     @property
     def pattern(self) -> str:
         return f"{2 * self.n - 2}:{2 * self.n}" if self.n else ""

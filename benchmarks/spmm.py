@@ -3,6 +3,7 @@ r"""A few tokens and many times a pruned matrix on the GPU, from one packed weig
     python -m benchmarks.spmm --gpu                     # sell and tile: eight shapes, 1 to 4096 tokens, two densities
     python -m benchmarks.spmm --gpu --kernels stream,stream_alone,tiles --tokens 1,2,4,8,16
     python -m benchmarks.spmm --gpu --kernels tile,tile_128x256x1x1,tile_128x256x2x2 --tokens 128,256,512
+    python -m benchmarks.spmm --gpu --kernels tile_rings,sparse11_rings --dtype bfloat16 --mask magnitude  # other GPUs
     python -m benchmarks.spmm --gpu --kernels dense12,dense12_alone --dtype bfloat16 --densities 1
     python -m benchmarks.spmm --gpu --kernels tile,sparse11 --dtype bfloat16 --mask magnitude
     python -m benchmarks.spmm --gpu --kernels tile,sparse11 --dtype bfloat16 --mask magnitude --densities 0.5 \
@@ -46,6 +47,7 @@ from macko.weights import (
     Dense12Weight,
     PackedWeight,
     SellWeight,
+    SlabWeight,
     Sparse8Weight,
     Sparse11Weight,
     TileWeight,
@@ -82,6 +84,12 @@ VARIANTS |= {
     for kind in (Dense8Weight, Sparse8Weight)
     for values in codes.KINDS
     for alone in ("", "_alone")
+}
+#: As on a GPU without wgmma (MACKO_COPY=cp_async).
+VARIANTS |= {
+    f"{name}_rings": (kind, "copy=cp_async", tokens)
+    for name, (kind, knobs, tokens) in VARIANTS.items()
+    if kind is not None and issubclass(kind, SlabWeight) and not knobs
 }
 #: Rows and tokens of a block for many tokens, and blocks that share an output tile: all of csrc/slab/many_plan.h.
 GEMM_SIZES = (

@@ -1295,7 +1295,7 @@ def test_8_bits_of_which_there_are_none_are_not_packed(tmp_path: Path, capsys: p
     ("lie", "message"),
     [
         ({"dtype": "dense"}, "no folder that transformers can read: AttributeError"),
-        ({"architectures": {"a": 1}}, "no folder that transformers can read: KeyError"),
+        ({"architectures": {"a": 1}}, "no folder that transformers can read: "),  # in which words, its version says
         ({"hidden_size": 2**24, "intermediate_size": 2**24}, "config.json is of a model of "),  # of 2**50 bytes
     ],
 )

@@ -92,6 +92,11 @@ def _is_supported(version: str) -> bool:
     return int(version.partition(".")[0]) >= 5
 
 
+def transformers_version() -> tuple[int, ...]:
+    """(5, 24) of transformers 5.24.0, for what its versions do in different ways under the same names."""
+    return tuple(map(int, sys.modules["transformers"].__version__.split(".")[:2]))
+
+
 def require_transformers() -> Any:
     """transformers; ImportError, which names the version, where that is not one that macko works with."""
     try:

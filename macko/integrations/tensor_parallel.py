@@ -14,6 +14,7 @@ from typing import Any
 
 from ..nn.linear import SparseLinear
 from ..weights.shards import gathered
+from . import transformers_version
 
 
 def check(model: Any) -> None:
@@ -24,6 +25,7 @@ def check(model: Any) -> None:
     """
     asked = getattr(model.config, "distributed_config", None)
     sizes = {key: getattr(asked, key, None) or 1 for key in ("ep_size", "pp_size", "dp_size")}
+    sizes["dp_size"] = max(sizes["dp_size"], getattr(asked, "fsdp_size", None) or 1)  # all there is before 5.23
     more = [f"{key}={size}" for key, size in sizes.items() if size > 1]
     if _is_parallel(model) and _styles() is None:
         more.append("tp_size, which transformers before 5.19 does in another way")
@@ -45,12 +47,12 @@ def _is_parallel(model: Any) -> bool:
 
 
 def _styles() -> Any:
-    """The module of transformers that wraps layers, or None."""
-    try:
-        from transformers.distributed import tensor_parallel
-    except ImportError:
+    """The module of transformers that wraps layers, or None: before 5.19 it does so in other ways."""
+    if transformers_version() < (5, 19):
         return None
-    return tensor_parallel if hasattr(tensor_parallel.TensorParallelLayer, "install_forward") else None
+    from transformers.distributed import tensor_parallel
+
+    return tensor_parallel
 
 
 def _style(model: Any, name: str) -> Any:

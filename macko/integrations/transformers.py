@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -31,7 +31,7 @@ from ..nn.find import FoundLinear, find_linears, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
 from ..nn.report import LayerReport, Report
 from ..weights import FORMATS, saved_as
-from . import tensor_parallel
+from . import tensor_parallel, transformers_version
 from .compressed_tensors import lazy_state, sparsity_format
 from .config import Settings
 
@@ -448,6 +448,8 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
         ValueError: a file of the folder is not as another says, no file has a weight of the model, or transformers has
             no such model.
     """
+    import transformers
+
     folder = os.fspath(folder)
     with readable(folder), Checkpoint(folder) as file:
         about = transformers.AutoConfig.from_pretrained(folder)
@@ -485,8 +487,8 @@ def readable(folder: str | os.PathLike[str]) -> Iterator[None]:
     """ValueError with the folder's name for what transformers trips over where a file lies."""
     try:
         yield
-    except (ArithmeticError, AssertionError, AttributeError, LookupError) as error:
-        reason = f"{type(error).__name__}: {error}"
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, StrictDataclassError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"{folder} is no folder that transformers can read: {reason}") from error
 
 
@@ -550,9 +552,7 @@ def _ignore_unexpected(model: Any, patterns: list[str]) -> None:
 
 def _casts_integers() -> str:
     """Why packed tensors cannot be loaded where transformers wants another dtype than files have; "" since 5.4."""
-    version = transformers.__version__
-    old = tuple(map(int, version.split(".")[:2])) < (5, 4)
-    return f"transformers {version} casts packed integers too: 5.4 or newer is needed" if old else ""
+    return "" if transformers_version() >= (5, 4) else "transformers before 5.4 casts packed integers too"
 
 
 def _planned(model: Any, name: str, dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:

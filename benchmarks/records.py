@@ -22,7 +22,7 @@ from macko.choose.times import held_bytes
 from macko.measure.rivals import RIVALS as RIVAL_LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES = ROOT / "macko" / "times"
+TIMES = ROOT / "macko" / "choose" / "times"
 CPU, H100, H200 = (ROOT / "benchmarks" / "results" / name for name in ("cpu", "h100-80gb-hbm3", "h200"))
 
 Line = dict[str, Any]
@@ -220,6 +220,11 @@ def pace() -> Lines:
         for line in read(H100 / file, kernel={*ways}, dtype="float16", tokens=1, density=0.5)
     ]
     return wide(ranked(lines, "rows", "cols", way=ways.values()), "{way}, {pace}", "{rows} x {cols}")
+
+
+def rings() -> Lines:
+    """A few tokens by the kernel of GPUs without wgmma, on an H100."""
+    return ranked(wide(read(H100 / "rings.jsonl"), "{tokens}", "{kernel}"), "tokens")
 
 
 # Under load: benchmarks.load.

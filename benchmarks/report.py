@@ -301,6 +301,12 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table(" | bytes a weight | result is off by | @ token(s)", "{label} | {size:.2f} | {off:.1%} | {@ mean}"),
     ),
     "rivals plot": (records.rivals, image("rivals", "speed-up of exact and of rounded weights by tokens")),
+    "rings where": (lambda: read(H100 / "rings.jsonl"), WHERE),
+    "rings": (
+        records.rings,
+        Table("tokens | dense12 | dense8, fp8 | tile, 4096 x 4096 alone | sparse11, 4096 x 4096 alone",
+              "{tokens} | {dense12_rings mean} | {dense8_fp8_rings mean} | {tile_rings mean} | {sparse11_rings mean}"),
+    ),
     "load where": (records.load, WHERE),
     "load": (records.load_tokens, load_table("tile", "sparse11", "dense12")),
     "load spread": (lambda: read(H100 / "load.jsonl"), load_spread),

@@ -2,7 +2,7 @@
 
     python -m benchmarks.slide [results.jsonl] [--shapes qkv,o,gate_up,down] [--tokens 1,16,...] [--types int8,fp8,bf16]
     python -m benchmarks.slide results.jsonl --tokens=    the quantiser alone
-    python -m benchmarks.slide results.jsonl --table      writes "slide" of macko/times/<gpu>.json
+    python -m benchmarks.slide results.jsonl --table      writes "slide" of macko/choose/times/<gpu>.json
     python -m benchmarks.slide results.jsonl --judge      what is lost by that table at tokens that nobody measured
     python -m benchmarks.slide results.jsonl --twin       the dense GEMM alone, where CUTLASS's was measured (TWIN)
 

@@ -11,7 +11,7 @@ r"""A few tokens and many times a pruned matrix on the GPU, from one packed weig
     python -m benchmarks.spmm --gpu --kernels dense12,fp8,fp8_quant,fp8_rows,fp8_rows_quant,int4 --dtype bfloat16 \
         --densities 1 --tokens 1,8,16,64                # against what rounds the weights (benchmarks/rivals.py)
     python -m benchmarks.spmm --gpu --kernels dense8_fp8,sparse8_fp8,sparse8_int8 --densities 0.5
-    python -m benchmarks.spmm --table                   # measure nothing, write sparse11 against tile into macko/choose/times
+    python -m benchmarks.spmm --table  # measure nothing, write sparse11 against tile into macko/choose/times
 
 Kernels: dense (F.linear; torch.mv too at one token), of the matrix before it was pruned; zeros, the same of the
 pruned one, whose zeros take less power; sell, tile, dense12 and sparse11 (not for the mask uniform, nor for float16),

@@ -1,6 +1,6 @@
 /*
  * How the kernel of rings (ring_kernel.cuh) shares a matrix among blocks, by sizes alone: pure functions, without CUDA;
- * tests/test_tile.py calls them on the host.
+ * tests/kernels/test_ring.py calls them on the host.
  */
 #ifndef MACKO_SLAB_RING_PLAN_H
 #define MACKO_SLAB_RING_PLAN_H

@@ -260,6 +260,7 @@ def _from_packed(load: Any) -> Any:
         call = signature.bind(cls, *args, **kwargs)
         given = {**call.arguments, **call.arguments.get("kwargs", {})}
         folder, config = given["pretrained_model_name_or_path"], given.get("config")
+        _check_quantization_config(folder)
         if isinstance(config, PreTrainedConfig) and not quant_method(getattr(config, "quantization_config", None)):
             kwargs["config"] = config = _with_layers(config, folder)
         if layer := _packed_layer(given.get("state_dict") or {}, getattr(config, "quantization_config", None)):
@@ -274,6 +275,18 @@ def _from_packed(load: Any) -> Any:
             IGNORES_SIZES.reset(token)
 
     return from_pretrained
+
+
+def _check_quantization_config(folder: Any) -> None:
+    """ValueError where a folder's is no object, which transformers takes for one."""
+    file = Path(folder or "") / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if folder and file.is_file() else None
+    except ValueError:
+        return  # which transformers says
+    about = config.get("quantization_config") if isinstance(config, dict) else None
+    if about is not None and not isinstance(about, dict):
+        raise ValueError(f"{file}: quantization_config is {about!r}, expected an object")
 
 
 def _with_layers(config: PreTrainedConfig, folder: Any) -> PreTrainedConfig:

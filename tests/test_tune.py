@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ import macko
 from macko.choose import auto as choose
 from macko.choose import counted, times
 from macko.cli import main
-from macko.measure import tune
+from macko.measure import doctor, share, tune
 from macko.nn import convert
 from macko.weights import (
     FORMATS,
@@ -212,7 +214,10 @@ def test_clocks_that_are_counted_with_are_those_that_were_measured() -> None:
     results = Path(macko.__file__).parent.parent / "benchmarks/results"
     if not results.exists():
         pytest.skip("macko is installed, its records are not here")
-    for format, file, share in (("tile", "h200/rings.jsonl", 18.42), ("dense12", "h100-80gb-hbm3/rings.jsonl", 12.83)):
+    for format, file, bytes_a_clock in (
+        ("tile", "h200/rings.jsonl", 18.42),
+        ("dense12", "h100-80gb-hbm3/rings.jsonl", 12.83),
+    ):
         lines = [json.loads(text) for text in (results / file).read_text().splitlines()]
         for tokens, clocks in counted.CLOCKS[format].items():
             took = [
@@ -221,7 +226,9 @@ def test_clocks_that_are_counted_with_are_those_that_were_measured() -> None:
                 if (entry["kernel"], entry["tokens"], entry["dtype"]) == (f"{format}_rings", tokens, "bfloat16")
             ]
             assert len(took) == 5
-            assert 2 * counted.ELEMENTS / share / statistics.geometric_mean(took) == pytest.approx(clocks, rel=0.01)
+            assert 2 * counted.ELEMENTS / bytes_a_clock / statistics.geometric_mean(took) == pytest.approx(
+                clocks, rel=0.01
+            )
 
 
 def test_sparse11_is_taken_in_place_of_tile_and_not_by_its_own_times(
@@ -520,3 +527,52 @@ def test_a_broken_table_of_the_user_is_replaced_and_another_file_is_not(tmp_path
         times.write(tmp_path / "notes.txt", "Some GPU", [], [], 0)
     assert (tmp_path / "notes.txt").read_text() == "no table"
     times.times.cache_clear()
+
+
+def test_what_is_shared_says_nothing_of_the_user(
+    own_tables: Path, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of a GPU's facts and times, that a table's checks take; on a CPU an error."""
+    gpu(capability=(8, 9))
+    about = {"gpu": GPU, "capability": "8.9", "sms": 128, "driver_version": "580"}
+    monkeypatch.setattr(share, "about_gpu", lambda device: about)
+    monkeypatch.setattr(share, "measure", lambda rows, cols, tokens, *_: [line(rows, cols, 0.5, dense=2, tile=1)])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    path = share.share(own_tables / "times.json", progress=False)
+    content = json.loads(path.read_text())
+    assert content.pop("linear") == [line(*shape, 0.5, dense=2, tile=1) for shape in share.SHAPES]
+    assert content == about
+    monkeypatch.undo()
+    assert main(["tune", "--share", "--device", "cpu"]) == 1
+    assert main(["tune", "--share", "--shapes", "512x512", "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert "--share is of a GPU" in said
+    assert "--share has shapes of its own" in said
+
+
+def test_doctor_and_reports_say_who_measured(own_tables: Path, gpu: Callable[..., None]) -> None:
+    known, other = own_tables / "shipped" / times.file_name("Known"), torch.device("cuda")
+    known.write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2)).replace(GPU, "Known"))
+    for name, capability, said in (
+        ("Known", (9, 0), r"wgmma kernels for .*sparse8; times of this GPU come with macko"),
+        ("Other", (8, 9), r"mma.sync kernels for .* up to 512 tokens; nobody has measured this GPU.*--share`"),
+        ("Old", (7, 5), r"no kernels for tile"),
+    ):
+        gpu(name, capability, 3)
+        assert re.match(said, doctor.kernels_of(other)), name
+        notes = choose.counted_note(other, [2.0, None])
+        assert bool(notes) == (name == "Other")
+        assert choose.counted_note(other, [None]) == []
+    gpu("Other", (8, 9), 3)
+    times.write(times.cache_file("Other"), "Other", [line(512, 512, 0.5, dense=9, tile=5)], [], 0)
+    assert doctor.kernels_of(other).endswith("times by your own `macko tune`")
+
+
+@pytest.mark.gpu
+def test_a_gpus_times_are_shared(tmp_path: Path) -> None:
+    path = share.share(tmp_path / "times.json", progress=False, shapes=((512, 512),))
+    content = json.loads(path.read_text())
+    assert content["gpu"] == torch.cuda.get_device_name()
+    assert [entry["tokens"] for entry in content["linear"]] == list(share.TOKENS)
+    assert all({"dense", "macko", "sell"} <= {*entry["us"]} for entry in content["linear"])
+    assert all(us > 0 for entry in content["linear"] for us in entry["us"].values())

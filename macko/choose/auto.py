@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -206,7 +206,7 @@ def expected_us(
         us["dense"] = one / counted.clocks("dense", density, 1, device)
         us["dense"] *= counted.clocks("dense", density, tokens, device)
     if "dense" in us:
-        us[TileWeight.format] = us["dense"] / counted.gain(TileWeight.format, density, tokens, device)
+        us |= counted.us(us["dense"], density, tokens, device)
     return us
 
 
@@ -222,6 +222,16 @@ def worst_of(
     found = {tokens: us["dense"] / us[format] for tokens, us in every.items() if format in us}
     worst = min(found.items(), key=lambda item: item[1], default=None)
     return worst if worst and worst[1] < WORTH_SAYING else None
+
+
+def counted_note(device: torch.device, times: Iterable[float | None]) -> list[str]:
+    """What a report says of the times in it, if they are counted."""
+    if device.type != "cuda" or times_of(device).measured or _library.slab_kernels(device)[0] != "mma.sync":
+        return []
+    if not any(times):
+        return []
+    name = torch.cuda.get_device_name(device)
+    return [f"Nobody has measured {name} (mma.sync kernels): times are counted. `macko tune --share` measures them."]
 
 
 def choosable(us: Mapping[str, float]) -> dict[str, float]:

@@ -52,3 +52,8 @@ def clocks(format: str, density: float, tokens: int, device: torch.device) -> fl
 def gain(format: str, density: float, tokens: int, device: torch.device) -> float:
     """Dense time over that of "tile" or "dense12"."""
     return clocks("dense", density, tokens, device) / clocks(format, density, tokens, device)
+
+
+def us(dense: float, density: float, tokens: int, device: torch.device) -> dict[str, float]:
+    """Microseconds of what auto chooses by such times, given those of dense."""
+    return {"tile": dense / gain("tile", density, tokens, device)}

@@ -17,7 +17,17 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from ..choose.auto import DENSE12_SHARE, choosable, expected_us, not_dense12, pack, sparse11_note, us_of, worst_of
+from ..choose.auto import (
+    DENSE12_SHARE,
+    choosable,
+    counted_note,
+    expected_us,
+    not_dense12,
+    pack,
+    sparse11_note,
+    us_of,
+    worst_of,
+)
 from ..choose.options import VALUES, Options
 from ..choose.patterns import density_of
 from ..choose.slide import slide_note, slides
@@ -221,7 +231,8 @@ def _convert_all(
         undo.pop_all()  # nothing is to be undone
     for converted in CONVERTED.values():
         converted(model)
-    return Report(rows + unpackable(model))
+    target = device or next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return Report(rows + unpackable(model), notes=counted_note(torch.device(target), (row.us_after for row in rows)))
 
 
 def warn_if_unchanged(report: Report, what: str) -> None:

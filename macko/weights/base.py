@@ -96,6 +96,8 @@ class PackedWeight:
     timed_by: ClassVar[str] = ""
     #: What its time is multiplied by where the fastest format is chosen; infinite: it is opt-in.
     handicap: ClassVar[float] = 1.0
+    #: Whether the op linear_experts takes it.
+    stacks: ClassVar[bool] = False
     #: Layers that hold it may be merged: rows of several weights are packed together.
     merges: ClassVar[bool] = True
     #: The field that holds the values.

@@ -157,6 +157,11 @@ class PackedWeight:
         tensors, header = torch.ops.macko.lay_out(*weight.packed, cls.number, options)
         return cls(*tensors, *header.tolist()[1:])
 
+    @classmethod
+    def holds_any_exactly(cls) -> bool:
+        """Whether another weight may take this one's place in the same format, as where an adapter is merged."""
+        return cls.any_weight and cls.lossless
+
     @property
     def header(self) -> list[int]:
         """What ops are told of the weight besides its tensors: layout, rows, cols, and what the layout has besides."""

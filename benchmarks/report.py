@@ -305,7 +305,15 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "rings": (
         records.rings,
         Table("tokens | dense12 | dense8, fp8 | tile, 4096 x 4096 alone | sparse11, 4096 x 4096 alone",
-              "{tokens} | {dense12_rings mean} | {dense8_fp8_rings mean} | {tile_rings mean} | {sparse11_rings mean}"),
+              "{tokens} | {dense12_rings bfloat16 mean} | {dense8_fp8_rings bfloat16 mean} | "
+              "{tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean}"),
+    ),
+    "rings h200 where": (lambda: read(H200 / "rings.jsonl"), WHERE),
+    "rings h200": (
+        lambda: records.rings(H200),
+        Table("tokens | tile | sparse11 | tile, float16 | sparse8, fp8, float16",
+              "{tokens} | {tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean} | {tile_rings float16 mean} | "
+              "{sparse8_fp8_rings float16 mean}"),
     ),
     "load where": (records.load, WHERE),
     "load": (records.load_tokens, load_table("tile", "sparse11", "dense12")),

@@ -28,6 +28,7 @@ PYTHON_SYMBOLS = {
     *("PyModule_Create2", "PyModule_AddStringConstant", "PyUnicode_AsUTF8AndSize", "PyUnicode_FromString"),
     *("PyErr_SetString", "PyErr_Format", "PyErr_Occurred", "PyExc_ValueError", "PyExc_ImportError"),
     *("PyModule_AddObjectRef", "PyDict_New", "PyDict_SetItemString", "PyLong_FromLong", "_Py_Dealloc"),
+    *("PyLong_AsLong", "Py_BuildValue"),
 }
 
 

@@ -185,12 +185,17 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 #endif
 }
 
+} // namespace macko
+#include "experts_ops.h"
+namespace macko {
+
 // A codec's row of the table of layouts: what it says itself, and the ops above.
 template <typename Kind>
 Layout slab_layout(Layout row) {
     row.dense = dense<Kind>;
     row.check = check<Kind>;
     row.linear = linear<Kind>;
+    row.linear_experts = linear_experts<Kind>;
 #ifdef USE_CUDA
     row.linear_parts = linear_parts<Kind>;
 #endif

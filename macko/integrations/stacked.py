@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..choose.auto import pack, repacked
 from ..choose.options import Options
+from ..choose.slide import for_faster_kernel
 from ..ops import multiply
 from ..weights import PackedWeight, saved_as
 from ..weights.shards import joined
@@ -175,7 +176,7 @@ class Stack:
         if len(parts) == 1 and parts[0].rows == rows:
             return repacked(parts[0], options)
         if (of_codes := joined(parts, rows)) is not None:
-            return of_codes
+            return for_faster_kernel(of_codes, options)
         dense = torch.cat([part.to_dense() for part in parts])
         return pack(nn.functional.pad(dense, (0, 0, 0, rows - len(dense))), options)
 

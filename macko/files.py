@@ -1,4 +1,4 @@
-"""Models with sparse layers in safetensors files: the canonical format, never an execution layout; dense12 as dense.
+"""Models with packed layers in safetensors files: the canonical format, never an execution layout; dense12 as planes.
 
 Beside the tensors a file keeps, as JSON under "macko" in its metadata (in a Hugging Face folder: under
 "quantization_config" of config.json), the version of the files and for each packed layer its format and sizes:
@@ -7,7 +7,8 @@ Beside the tensors a file keeps, as JSON under "macko" in its metadata (in a Hug
 
 The layer's tensors lie under its name and the format's field names: up.values, up.deltas, up.row_ptr. Beside them lies
 an empty up.weight, at which readers stop that know nothing of macko. A file of somebody else, as diffusers' or
-accelerate's, has that state without the JSON: then up._extra_state says the same, or the names and sizes do.
+accelerate's, has that state without the JSON: then up._extra_state says the same, or the names and sizes do. A file
+that has a layer of dense12 is of version 2.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .choose.auto import is_held_packed
 from .choose.options import AUTO, Options
 from .nn.find import check_model, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
 from .weights import MackoWeight, PackedWeight, saved_as
-from .weights.saved import IN_FILES
+from .weights.saved import IN_FILES, states_for_files
 
-#: Of the files; a reader refuses a higher one.
-VERSION = 1
+#: The highest version of files; a reader refuses a higher one. A file is of the lowest that has its layers' formats.
+VERSION = 2
 
 
 def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes all parameters and buffers of a model to one safetensors file, packed weights as they are.
 
     Args:
-        model: any module; its SparseLinear layers are written in the canonical format, those of dense12 as dense ones.
+        model: any module; its SparseLinear layers are written in the canonical format, those of dense12 as planes.
         path: the file to write. It is replaced only when the new one is complete.
 
     Raises:
@@ -47,7 +49,7 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     check_model(model, "save_model")
     state, layers = packed_state(model)
     tensors, shared = _without_sharing(state)
-    about = {"version": VERSION, "layers": layers, "shared": shared}
+    about = {"version": version_of(layers), "layers": layers, "shared": shared}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
@@ -69,7 +71,8 @@ def load_model(
 
     Whoever saved it: transformers, or what writes a model's state_dict to safetensors files, as diffusers, accelerate,
     PyTorchModelHubMixin, sentence-transformers (the folder of its Dense). Linear layers whose weight is packed in the
-    file become SparseLinear, in place, with no dense weight on the way.
+    file become SparseLinear, in place, with no dense weight on the way. What the file holds in 12 bits does so on a GPU
+    that gains by them, or where `format` says so; elsewhere it is an nn.Linear with the very weight.
     Every packed weight is validated before it is used.
 
     Args:
@@ -94,12 +97,18 @@ def load_model(
     with Checkpoint(path, by_names=True) as file:
         if other := file.quantised_by(_own_names(model)):
             raise ValueError(f"{os.fspath(path)}: it is quantised by {other}, which load_model does not read")
-        model = put_sparse_layers(model, file)
+        at = torch.device(device) if device is not None else _device_of(model)
+        wanted = format is not None and format != "auto"
+        unpacked = [] if wanted else [name for name in file.layers if _is_dense_there(model, file, name, at)]
+        model = put_sparse_layers(model, file, unpacked)
         ties = {tuple(names) for names in tied_parameters(model).values()}
         on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        state = {name: file[name] for name in file}
+        theirs = {join(layer, name) for layer in unpacked for name in IN_FILES}
+        state = {name: file[name] for name in file if name not in theirs}
+        state |= {join(layer, "weight"): file.packed(layer).to_dense().to(device) for layer in unpacked}
         state |= {alias: state[name] for alias, name in file.shared.items() if name in state}
-        state |= {join(name, "_extra_state"): as_extra_state(about) for name, about in file.layers.items()}
+        packed = {name: about for name, about in file.layers.items() if name not in unpacked}
+        state |= {join(name, "_extra_state"): as_extra_state(about) for name, about in packed.items()}
         for names in ties:  # a folder of transformers holds one of them
             state |= {name: state[there] for there in names if there in state for name in names if name not in state}
         if on_meta and device is not None:
@@ -123,11 +132,34 @@ def load_model(
     return model
 
 
-def put_sparse_layers(model: nn.Module, file: Checkpoint) -> nn.Module:
-    """Puts an empty SparseLinear in the place of each linear layer that is packed in a file; the model."""
+def put_sparse_layers(model: nn.Module, file: Checkpoint, but: Collection[str] = ()) -> nn.Module:
+    """Puts an empty SparseLinear in the place of each linear layer that is packed in a file, but of some; the model."""
     for name in (*file.layers, *file.unnamed):
-        model = _make_sparse(model, name)
+        if name not in but:
+            model = _make_sparse(model, name)
     return model
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model is; the CPU for one on the meta device, or without tensors."""
+    tensors = (tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
+    return next(tensors, torch.device("cpu"))
+
+
+def _is_dense_there(model: nn.Module, file: Checkpoint, name: str, device: torch.device) -> bool:
+    """Whether a dense layer of the model stays dense on this device, though the file holds its weight packed."""
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError:
+        return False  # which put_sparse_layers says
+    return (
+        isinstance(layer, nn.Linear) and not isinstance(layer, SparseLinear) and not file.is_held_packed(name, device)
+    )
+
+
+def version_of(layers: Mapping[str, Mapping[str, Any]]) -> int:
+    """The version of files that have these packed layers."""
+    return max((saved_as(about)[0].version for about in layers.values()), default=1)
 
 
 def _own_names(model: nn.Module) -> set[str]:
@@ -146,7 +178,10 @@ def packed_state(
     Raises:
         ValueError: the state has a sparse layer's tensors without their _extra_state.
     """
-    state = dict(model.state_dict() if state is None else state)
+    if state is None:
+        with states_for_files():
+            state = model.state_dict()
+    state = dict(state)
     layers: dict[str, dict[str, Any]] = {}
     names: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -230,6 +265,7 @@ class Checkpoint:
     Attributes:
         layers: of each packed layer its format and sizes.
         unnamed: packed layers of which the files do not say these; a layer of the model's size can read them.
+        digests: of weights that were packed, by the name of the dense one, where the files say them.
         shared: for each name that is not in the file, the name of the tensor that it shares.
         config: config.json of a folder, else {}.
     """
@@ -249,12 +285,17 @@ class Checkpoint:
         about: dict[str, Any] = {}
         self._files: dict[str, Any] = {}
         self._torchao = False
+        self._paths: dict[str, Path] = {}
+        self.digests: dict[str, Any] = {}
         with _refused(self.path):
             for name in files:
                 file = open_tensors(name)
                 self._files |= dict.fromkeys(file.keys(), file)
+                self._paths |= dict.fromkeys(file.keys(), name)
                 metadata = file.metadata() or {}
                 self._torchao |= any("_type" in text and "Tensor" in text for text in metadata.values())
+                if "sha256" in metadata:
+                    self.digests |= _json(metadata["sha256"], name)
                 if "macko" in metadata:
                     about = _json(metadata["macko"], name)
         quantization = {} if (given := self.config.get("quantization_config")) is None else given
@@ -335,9 +376,21 @@ class Checkpoint:
         with _refused(self.path):
             return self._files[name].get_tensor(name)
 
+    def by_file(self) -> Iterator[tuple[Path, list[str]]]:
+        """Each file and the names of its tensors, the layers in the order of their numbers."""
+        names: dict[Path, list[str]] = {}
+        for name in self:
+            names.setdefault(self._paths[name], []).append(name)
+        yield from sorted(names.items())
+
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
         return tuple(self._files[name].get_slice(name).get_shape())
+
+    def is_held_packed(self, layer: str, device: torch.device) -> bool:
+        """Whether a layer that is read from here holds its weight packed on this device, and not dense."""
+        stands_for_dense = saved_as(self.layers[layer])[0].stands_for_dense()
+        return not stands_for_dense or is_held_packed(self.packed(layer), device)
 
     def packed(self, layer: str) -> PackedWeight:
         """The validated packed weight of a layer; ValueError with the layer's name where it is none."""

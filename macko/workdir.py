@@ -187,14 +187,15 @@ def unfinished(
         shutil.rmtree(work)
 
 
-def copy_others(source: Path, folder: Path) -> None:
+def copy_others(source: Path, folder: Path, cards: bool = True) -> None:
     """Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside ours."""
     for file in sorted(source.iterdir()):
         weights = file.suffix in WEIGHTS or ".index." in file.name
         there = folder / file.name
         if there.exists() and file.name == "README.md":
             there = folder / "README-dense.md"
-        if file.is_file() and not weights and not there.exists():
+        is_card = file.name in ("README.md", "README-dense.md")
+        if file.is_file() and (cards or not is_card) and not weights and not there.exists():
             shutil.copyfile(file, there)
 
 

@@ -1346,6 +1346,7 @@ def test_bench_of_a_dense_model(
 
 
 @needs_transformers
-def test_commands_that_write_refuse_what_is_saved_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "in", str(tmp_path / "out"), "--format", "dense12"]) == 1
-    assert "its file is the dense model" in capsys.readouterr().err
+def test_back_to_dense_there_is_nothing_to_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (["--format", "dense12"], ["--values", "fp8"]):
+        assert main(["convert", "in", str(tmp_path / "out"), "--to", "dense", *option]) == 1
+        assert "--to dense takes no --values and no --format" in capsys.readouterr().err

@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import VERSION, Checkpoint, open_tensors
+from ..files import Checkpoint, open_tensors, version_of
 from ..weights import ByteWeight, Dense8Weight, Sparse8Weight
 
 FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
@@ -161,7 +161,8 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
             places |= dict.fromkeys(tensors, path.name)
         if {*places.values()} != {"model.safetensors"}:
             (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-        config = {**file.config, "quantization_config": {"quant_method": "macko", "version": VERSION, "layers": layers}}
+        about = {"quant_method": "macko", "version": version_of(layers), "layers": layers}
+        config = {**file.config, "quantization_config": about}
     if not layers:
         raise ValueError(f"{source} has no layer of 8 bits, config.json says that it has")
     (target / "config.json").write_text(json.dumps(config, indent=2))

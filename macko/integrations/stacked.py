@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..choose.auto import pack, repacked
+from ..choose.auto import is_held_packed, pack, repacked
 from ..choose.options import Options
 from ..ops import multiply
 from ..weights import PackedWeight, saved_as
@@ -98,7 +98,7 @@ class Share:
             )
         first = self.rank * self.cols if whole.cols > self.cols else 0
         rows = self._rows_of(whole.rows, places)
-        columns = whole.materialized().cut(1, first, first + self.cols)
+        columns = whole.parted().cut(1, first, first + self.cols)
         return [columns.cut(0, start, stop) for start, stop in rows]
 
     def _rows_of(self, count: int, places: Sequence[int]) -> list[tuple[int, int]]:
@@ -169,15 +169,20 @@ class Stack:
             whole.validate()
             yield from share.cut(whole, places)
 
-    def pack(self, share: Share, dtype: torch.dtype, device: torch.device, options: Options) -> PackedWeight:
-        """This rank's matrix, whose layout is chosen by the options; what the files hold rounded keeps its codes."""
+    def pack(self, share: Share, dtype: torch.dtype, device: torch.device, options: Options) -> PackedWeight | Tensor:
+        """This rank's matrix, whose layout is chosen by the options; what the files hold rounded keeps its codes.
+
+        Dense where the files hold it in planes, and the device does not multiply these faster.
+        """
         parts, rows = [part.to(device, dtype) for part in self.shares(share, dtype)], sum(share.rows)
-        if len(parts) == 1 and parts[0].rows == rows:
-            return repacked(parts[0], options)
-        if (of_codes := joined(parts, rows)) is not None:
-            return of_codes
+        if all(is_held_packed(part, device) for part in parts):
+            if len(parts) == 1 and parts[0].rows == rows:
+                return repacked(parts[0].materialized(), options)
+            if (whole := joined(parts, rows)) is not None:
+                return whole
         dense = torch.cat([part.to_dense() for part in parts])
-        return pack(nn.functional.pad(dense, (0, 0, 0, rows - len(dense))), options)
+        dense = nn.functional.pad(dense, (0, 0, 0, rows - len(dense)))
+        return pack(dense, options) if all(is_held_packed(part, device) for part in parts) else dense
 
     def unpack(self, share: Share, dtype: torch.dtype, device: torch.device) -> Tensor:
         """This rank's matrix, dense."""

@@ -12,21 +12,31 @@ from . import codes
 from .base import PackedWeight
 from .bytes import ByteWeight, Dense8Weight, Sparse8Weight
 from .canonical import MackoWeight
+from .planes import Planes12Weight
+from .slab import Dense12Weight
 
 #: What macko.shards had until PackedWeight did; it goes in macko 0.3.
 sliced = PackedWeight.cut
 
 
-def joined(parts: Sequence[PackedWeight], rows: int) -> ByteWeight | None:
-    """Parts that hold values in 8 bits as one weight with their codes and scales; zeros up to so many rows.
+def joined(parts: Sequence[PackedWeight], rows: int) -> PackedWeight | Tensor | None:
+    """Parts whose format is not to be chosen anew as one weight; zeros up to so many rows.
 
-    In their format, or of two in that of fewer bytes. None where no part holds values so.
+    Of values in 8 bits with their codes and scales, in their format, or of two in that of fewer bytes. Of planes in
+    dense12, or dense where that does not hold the whole. None where there is neither.
 
     Raises:
         ValueError: parts hold values in several ways, and those of some would be rounded again.
     """
     in_bytes = [part for part in parts if isinstance(part, ByteWeight)]
     ways = {codes.KINDS[part.kind] for part in in_bytes} | ({"16 bits"} if len(in_bytes) < len(parts) else set())
+    if not in_bytes and any(isinstance(part, Planes12Weight) for part in parts):
+        dense = torch.cat([part.to_dense() for part in parts])
+        dense = torch.nn.functional.pad(dense, (0, 0, 0, rows - len(dense)))
+        try:
+            return Dense12Weight.from_dense(dense)
+        except ValueError:
+            return dense
     if not in_bytes:
         return None
     if len(ways) > 1:

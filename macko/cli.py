@@ -352,7 +352,7 @@ def _convert_to_dense(options: argparse.Namespace) -> None:
         result = work / "result"
         count, proved = unpack_folder(source, result)
         copy_others(source, result, cards=False)
-    proof = "each with the digest that it was packed with" if proved == count else f"{proved} with a digest to prove it"
+    proof = f"{proved if proved < count else 'each'} with the checksum of the weight that was packed"
     print(f"{options.target}: {count} layers are dense again, {proof}.")
 
 

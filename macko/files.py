@@ -265,7 +265,7 @@ class Checkpoint:
     Attributes:
         layers: of each packed layer its format and sizes.
         unnamed: packed layers of which the files do not say these; a layer of the model's size can read them.
-        digests: of weights that were packed, by the name of the dense one, where the files say them.
+        checksums: CRC-32 of weights that were packed, by the name of the dense one, where the files say them.
         shared: for each name that is not in the file, the name of the tensor that it shares.
         config: config.json of a folder, else {}.
     """
@@ -286,7 +286,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self._torchao = False
         self._paths: dict[str, Path] = {}
-        self.digests: dict[str, Any] = {}
+        self.checksums: dict[str, Any] = {}
         with _refused(self.path):
             for name in files:
                 file = open_tensors(name)
@@ -294,8 +294,8 @@ class Checkpoint:
                 self._paths |= dict.fromkeys(file.keys(), name)
                 metadata = file.metadata() or {}
                 self._torchao |= any("_type" in text and "Tensor" in text for text in metadata.values())
-                if "sha256" in metadata:
-                    self.digests |= _json(metadata["sha256"], name)
+                if "crc32" in metadata:
+                    self.checksums |= _json(metadata["crc32"], name)
                 if "macko" in metadata:
                     about = _json(metadata["macko"], name)
         quantization = {} if (given := self.config.get("quantization_config")) is None else given

@@ -356,7 +356,7 @@ def test_convert_and_back_gives_the_original_files(
         assert_same_bits(model.get_parameter(name), tensor)
     assert not any(isinstance(module, SparseLinear) for module in model.modules())
     assert main(["convert", packed, back, "--to", "dense"]) == 0
-    assert "each with the digest" in capsys.readouterr().out
+    assert "each with the checksum" in capsys.readouterr().out
     assert_same_folders(tmp_path / "in", Path(back))
 
 

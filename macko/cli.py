@@ -143,9 +143,9 @@ def _convert_arguments(add: Any) -> None:
     held = f"what the weights are held in where the model is loaded ({', '.join(some)} and {last} have files of their "
     held += "own, the others the same; dense12: any bfloat16 model in 12 bits a weight, bit for bit)"
     add("--format", default="auto", help=f"{held}: {', '.join((*CHOICES, *FORMATS))}")
-    add("--to", choices=("dense",), help="from a folder that macko packed: the dense weights, each bit of them")
     add("--values", choices=codes.KINDS, help="round to 8 bits a value, with a scale a row (default: no)")
     add("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
+    add("--to", choices=("dense",), help="from a folder that macko packed: the dense weights, each bit of them")
     add("--device", help="where to pack (default: a GPU if there is one)")
 
 

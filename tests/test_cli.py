@@ -405,7 +405,7 @@ def test_formats_of_convert_are_one_list(dense: Path, tmp_path: Path, capsys: An
         main(["convert", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert f": {listed} --values" in text
-    assert "(ec, slide, dense8 and sparse8 have files of their own, the others the same)" in text
+    assert "(ec, slide, dense12, dense8 and sparse8 have files of their own, the others the same" in text
 
 
 @pytest.mark.parametrize(

@@ -303,8 +303,8 @@ def use(packed: PackedWeight) -> None:
     if packed.of_files:
         if rows * cols > SMALL:
             return
-        packed.cut(0, rows // 3, rows).to_dense()
-        packed.cut(1, cols // 3, cols).to_dense()
+        packed.parted().cut(0, rows // 3, rows).to_dense()
+        packed.parted().cut(1, cols // 3, cols).to_dense()
         with contextlib.suppress(ValueError):  # dense12 does not hold every weight that planes do
             packed = packed.materialized()
         if packed.of_files:

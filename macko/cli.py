@@ -144,6 +144,7 @@ def _convert_arguments(add: Any) -> None:
     held += "own, the others the same; dense12: any bfloat16 model in 12 bits a weight, bit for bit)"
     add("--format", default="auto", help=f"{held}: {', '.join((*CHOICES, *FORMATS))}")
     add("--values", choices=codes.KINDS, help="round to 8 bits a value, with a scale a row (default: no)")
+    add("--dtype", choices=("bfloat16",), help="round float32 weights to it (default: no, but where none changes)")
     add("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
     add("--to", choices=("dense",), help="from a folder that macko packed: the dense weights, each bit of them")
     add("--device", help="where to pack (default: a GPU if there is one)")
@@ -316,7 +317,10 @@ def convert(options: argparse.Namespace) -> None:
     if elsewhere := Options(options.format).not_on(torch.device(device)):
         config.format = "macko"  # which is what the file of a layout holds
     with unfinished(options.target, source, partial(_say, options), shrinks=True) as work:
-        model = load_packed(source, config, **({"device_map": device} if device != "cpu" else {}))
+        more: dict[str, Any] = {"device_map": device} if device != "cpu" else {}
+        if _to_bfloat16(options, source):
+            more["dtype"] = torch.bfloat16
+        model = load_packed(source, config, **more)
         config.format = options.format
         _save(model, model.hf_quantizer.report, options, source, work / "result")
         sizes = _sizes(source, work / "result")
@@ -331,13 +335,33 @@ def _sizes(source: Path, target: Path) -> str:
     return f"files of {format_bytes(after)}, {after / max(1, before):.3f} of the {format_bytes(before)} of IN"
 
 
+def _to_bfloat16(options: argparse.Namespace, source: Path) -> bool:
+    """Whether the weights of IN, which are float32, become bfloat16: none is rounded by that, or it is asked for."""
+    from .integrations.folders import float32_weights
+
+    if quantised_by(read_config(source)):
+        return False
+    count, rounded = float32_weights(source)
+    if not count:
+        return False
+    share = f"{rounded / count:.1%} of the float32 weights of {options.source} are no bfloat16 numbers"
+    if not rounded:
+        _say(options, f"the float32 weights of {options.source} are bfloat16 numbers, and are packed as such")
+    elif options.dtype:
+        _say(options, f"{share}: they are rounded")
+    elif Options(options.format).any_zeros:
+        raise ValueError(f"{share}, and 12 bits hold these alone: --dtype bfloat16 rounds them")
+    return not rounded or bool(options.dtype)
+
+
 def _convert_lossless(options: argparse.Namespace, source: Path) -> None:
     """IN to OUT in twelve bits a weight, file by file."""
     from .integrations.folders import pack_folder
 
+    check_not_quantised(source)
     with unfinished(options.target, source, partial(_say, options), shrinks=True) as work:
         result = work / "result"
-        layers = pack_folder(source, result, options.ignore or ())
+        layers = pack_folder(source, result, options.ignore or (), _to_bfloat16(options, source))
         copy_others(source, result)
         sizes = _sizes(source, result)
     print(f"{options.target}: {len(layers)} layers in 12 bits a weight, every bit of it; {sizes}.")

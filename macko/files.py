@@ -16,8 +16,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -232,8 +235,46 @@ def join(layer: str, key: str) -> str:
     return f"{layer}.{key}" if layer else key
 
 
+class _Pickled:
+    """A file of torch.save as safetensors.safe_open gives one: tensors alone, mapped where the file can be."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        load = partial(torch.load, path, map_location="cpu", weights_only=True)
+        try:
+            try:
+                state = load(mmap=True)
+            except RuntimeError:  # of before torch 1.6: no zip
+                state = load()
+        except (ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{os.fspath(path)} is no state_dict of torch.save: {_first_line(error)}") from None
+        except pickle.UnpicklingError as error:
+            reason = "holds more than tensors" if "weights_only" in str(error) else f"is damaged: {_first_line(error)}"
+            raise ValueError(f"{os.fspath(path)} {reason}") from None
+        if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+            raise ValueError(f"{os.fspath(path)} is no state_dict: expected tensors by their names")
+        self._state = {str(name): tensor for name, tensor in state.items()}
+
+    def keys(self) -> list[str]:
+        return list(self._state)
+
+    def metadata(self) -> dict[str, str]:
+        return {}
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._state[name].detach().clone(memory_format=torch.contiguous_format)
+
+    def get_slice(self, name: str) -> Any:
+        return SimpleNamespace(get_shape=lambda: list(self._state[name].shape))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
 def open_tensors(path: str | os.PathLike[str]) -> Any:
-    """safetensors.safe_open; ValueError with the file's name where it is not whole."""
+    """safetensors.safe_open, or the like of a file of torch.save; ValueError with the name of one that is not whole."""
+    if Path(path).suffix == ".bin":
+        return _Pickled(path)
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -256,6 +297,8 @@ _OTHERS = {
 
 class Checkpoint:
     """The tensors of a safetensors file or of a folder of them, read when asked for; a context manager.
+
+    Of a folder without any those of its pytorch_model.bin, of which nothing but tensors is loaded.
 
     The empty weights beside packed ones, which stop readers without macko, are not among them.
 
@@ -281,7 +324,11 @@ class Checkpoint:
         elif self.path.name.endswith(".index.json"):
             files = _files_of_index(self.path)
         if not files:
-            raise FileNotFoundError(f"{self.path} has no *.safetensors")
+            raise FileNotFoundError(f"{self.path} has no *.safetensors, nor a pytorch_model.bin")
+        if (note := self.path / "slidesparse_config.json").exists():
+            raise ValueError(
+                f"{self.path} is SlideSparse's ({note.name}), its weights are slid: take it as it was before"
+            )
         about: dict[str, Any] = {}
         self._files: dict[str, Any] = {}
         self._torchao = False
@@ -448,7 +495,11 @@ def _files_of(folder: Path) -> list[Path]:
     left = [file for file in files if not any(file.match(pattern) for pattern in _NO_MODEL)]
     if files and not left and all(file.match(_NO_MODEL[0]) for file in files):
         raise FileNotFoundError(f"{folder} holds adapters alone ({files[0].name}), and no model")
-    return left or files
+    if files:
+        return left or files
+    if (index := folder / "pytorch_model.bin.index.json").exists():
+        return _files_of_index(index)
+    return [whole] if (whole := folder / "pytorch_model.bin").exists() else []
 
 
 def _files_of_index(index: Path) -> list[Path]:

@@ -44,7 +44,10 @@ def find_folder(source: str, or_file: bool = False) -> Path:
     except ImportError:
         raise ValueError(f"{source}: there is no such folder, and no huggingface_hub to fetch a model with") from None
     try:
-        return Path(snapshot_download(source, ignore_patterns=NOT_FETCHED))
+        folder = Path(snapshot_download(source, ignore_patterns=NOT_FETCHED))
+        if not any(folder.glob("*.safetensors")):  # an older repository
+            snapshot_download(source, allow_patterns=["pytorch_model*.bin"])
+        return folder
     except Exception as error:  # of a dozen kinds, some of them the network library's
         raise ValueError(f"{source}: there is no such folder, nor a model of that name on the Hub: {error}") from None
 

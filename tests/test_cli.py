@@ -1047,8 +1047,8 @@ def test_formats_of_compressed_tensors() -> None:
     assert sparsity_format({"quantization_config": None, "sparsity_config": {"format": "dense"}}) is None
     with pytest.raises(ValueError, match="format 'marlin-24'"):
         sparsity_format({"sparsity_config": {"format": "marlin-24"}})
-    with pytest.raises(ValueError, match="quantised too"):
-        sparsity_format({"quantization_config": {"sparsity_config": sparse, "config_groups": {"group_0": {}}}})
+    both = {"quantization_config": {"sparsity_config": sparse, "config_groups": {"group_0": {}}}}
+    assert sparsity_format(both) == "sparse-bitmask"
 
 
 @pytest.mark.parametrize("lie", [3, True, "sparse-bitmask", [{}]])
@@ -1216,7 +1216,7 @@ def test_other_bits_of_compressed_tensors_are_refused(tmp_path: Path, capsys: py
     file = tmp_path / "in" / "config.json"
     text = file.read_text()
     for old, new, message in (
-        ('"num_bits": 8', '"num_bits": 4', "weights of num_bits 4"),
+        ('"num_bits": 8', '"num_bits": 4', "4 bits a weight in the format None"),
         ('"channel"', '"group"', "weights of strategy 'group'"),
         ('"symmetric": true', '"symmetric": false', "weights of symmetric False"),
     ):

@@ -255,13 +255,15 @@ def test_a_saved_model_is_smaller_and_the_same(tmp_path: Path) -> None:
         assert kinds == {torch.uint8, torch.int16, torch.int32, torch.bfloat16}  # the last of the bias
     with torch.device("meta"):
         on_meta = Mlp()
-    for model in (Mlp().bfloat16(), on_meta):
+    models_: list[nn.Module] = [Mlp().bfloat16(), on_meta]
+    for model in models_:
         loaded: Any = macko.load_model(model, file)
         assert type(loaded.up) is nn.Linear
         assert loaded.up.weight.requires_grad
         assert_same_bits(loaded.up.weight, dense.up.weight)
         assert_same_bits(loaded.down.weight, dense.down.weight)
-    for model in (models()[1], macko.load_model(Mlp().bfloat16(), file, format="dense12")):
+    models_ = [models()[1], macko.load_model(Mlp().bfloat16(), file, format="dense12")]
+    for model in models_:
         again: Any = macko.load_model(model, file)
         assert again.up.format == "dense12"
         assert_same_bits(again.up.weight, dense.up.weight)

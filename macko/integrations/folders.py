@@ -25,11 +25,25 @@ from .saving import is_own_card
 from .transformers import class_of, readable
 
 
-def pack_folder(source: Path, target: Path, ignore: Sequence[str]) -> dict[str, Any]:
+def float32_weights(source: Path) -> tuple[int, int]:
+    """How many weights a folder has in float32, and how many are no bfloat16 numbers; 0 where no matrix is float32."""
+    count = rounded = matrices = 0
+    with Checkpoint(source) as file:
+        for name in file:
+            tensor = file[name]
+            if tensor.dtype == torch.float32:
+                matrices += tensor.dim() == 2
+                count += tensor.numel()
+                rounded += int((tensor.view(torch.int32) & 0xFFFF).count_nonzero())
+    return (count, rounded) if matrices else (0, 0)
+
+
+def pack_folder(source: Path, target: Path, ignore: Sequence[str], rounds: bool = False) -> dict[str, Any]:
     """Writes the weights of a dense folder with its linear layers in planes, and config.json.
 
-    At a time it has one file's tensors in memory. A layer stays dense that is tied, ignored, of another dtype than
-    bfloat16 and float16, or would not become smaller; one whose name transformers changes when it loads it, too.
+    At a time it has one file's tensors in memory. With `rounds` those in float32 become bfloat16 first. A layer stays
+    dense that is tied, ignored, of another dtype than bfloat16 and float16, or would not become smaller; one whose name
+    transformers changes when it loads it, too.
 
     Returns:
         What config.json says of each packed layer.
@@ -46,6 +60,8 @@ def pack_folder(source: Path, target: Path, ignore: Sequence[str]) -> dict[str, 
             sums: dict[str, int] = {}
             for key in keys:
                 tensor = file[key]
+                if rounds and tensor.dtype == torch.float32:
+                    tensor = tensor.bfloat16()
                 packed = _planes(tensor) if key in names else None
                 if packed is None:
                     tensors[key] = tensor
@@ -55,11 +71,13 @@ def pack_folder(source: Path, target: Path, ignore: Sequence[str]) -> dict[str, 
                 tensors |= {join(layer, name): part for name, part in packed.tensors().items()}
                 tensors[key] = packed.empty_weight()
                 sums[key] = checksum(tensor)
-            written.add(path.name, tensors, {"crc32": json.dumps(sums)} if sums else {})
+            name = path.with_suffix(".safetensors").name.replace("pytorch_model", "model")
+            written.add(name, tensors, {"crc32": json.dumps(sums)} if sums else {})
         if not layers:
             raise ValueError(f"{source} has no linear layer that would become smaller in 12 bits a weight")
         about = {"quant_method": "macko", "version": version_of(layers), "layers": layers}
-        written.end({**file.config, "quantization_config": about})
+        dtype = {"torch_dtype" if "torch_dtype" in file.config else "dtype": "bfloat16"} if rounds else {}
+        written.end({**file.config, **dtype, "quantization_config": about})
     return layers
 
 
@@ -105,7 +123,7 @@ def unpack_folder(source: Path, target: Path) -> tuple[int, int]:
 
 def checksum(weight: Tensor) -> int:
     """CRC-32 of a weight's bytes, row after row."""
-    return zlib.crc32(weight.contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(weight.contiguous().view(torch.uint8).numpy().data)
 
 
 def _planes(weight: Tensor) -> Planes12Weight | None:

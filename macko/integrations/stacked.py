@@ -25,7 +25,7 @@ from ..choose.auto import is_held_packed, pack, repacked
 from ..choose.options import Options
 from ..ops import multiply
 from ..weights import PackedWeight, saved_as
-from ..weights.shards import joined
+from ..weights.shards import joined, joined_planes
 
 
 def names_of(layer: str, stacks: Mapping[str, Sequence[str]]) -> list[str]:
@@ -175,14 +175,17 @@ class Stack:
         Dense where the files hold it in planes, and the device does not multiply these faster.
         """
         parts, rows = [part.to(device, dtype) for part in self.shares(share, dtype)], sum(share.rows)
-        if all(is_held_packed(part, device) for part in parts):
-            if len(parts) == 1 and parts[0].rows == rows:
-                return repacked(parts[0].materialized(), options)
-            if (whole := joined(parts, rows)) is not None:
-                return whole
+        are_packed = all(is_held_packed(part, device) for part in parts)
+        if are_packed and len(parts) == 1 and parts[0].rows == rows:
+            return repacked(parts[0].materialized(), options)
+        if are_packed and (of_codes := joined(parts, rows)) is not None:
+            return of_codes
         dense = torch.cat([part.to_dense() for part in parts])
         dense = nn.functional.pad(dense, (0, 0, 0, rows - len(dense)))
-        return pack(dense, options) if all(is_held_packed(part, device) for part in parts) else dense
+        if not are_packed:
+            return dense
+        lossless = joined_planes(parts, dense)
+        return pack(dense, options) if lossless is None else lossless
 
     def unpack(self, share: Share, dtype: torch.dtype, device: torch.device) -> Tensor:
         """This rank's matrix, dense."""

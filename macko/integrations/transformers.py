@@ -33,7 +33,7 @@ from ..nn.linear import SparseLinear, unsupported, with_hooks
 from ..nn.report import LayerReport, Report
 from ..weights import FORMATS, saved_as
 from . import tensor_parallel, transformers_version
-from .compressed_tensors import lazy_state, sparsity_format
+from .compressed_tensors import has_four_bits, lazy_state, sparsity_format
 from .config import Settings
 
 #: Whether the from_pretrained that runs was told ignore_mismatched_sizes (macko.integrations.saving sets it).
@@ -458,7 +458,9 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
     with readable(folder), Checkpoint(folder) as file:
         about, kind = class_of(folder)
         options |= {"quantization_config": config, "output_loading_info": True}
-        if sparsity_format(file.config) is None:
+        if has_four_bits(file.config):
+            warnings.warn(f"{folder}: its weights have 4 bits, and are unpacked to 16 to be packed", stacklevel=2)
+        elif sparsity_format(file.config) is None:
             return _whole(folder, kind, folder, **{"dtype": "auto", **options})
         for name in ("quantization_config", "compression_config", "sparsity_config"):
             if hasattr(about, name):

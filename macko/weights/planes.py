@@ -71,8 +71,8 @@ class Planes12Weight(PackedWeight):
     @classmethod
     def on_meta(cls, rows: int, cols: int, dtype: torch.dtype) -> Self:
         """A weight without content."""
-        types = (torch.uint8, torch.uint8, torch.uint8, torch.int32, torch.int32, torch.int16)
-        return cls(*(torch.empty(0, dtype=type, device="meta") for type in types), rows, cols, _DTYPES.index(dtype))
+        u8, i32, i16 = (torch.empty(0, dtype=type, device="meta") for type in (torch.uint8, torch.int32, torch.int16))
+        return cls(u8, u8, u8, i32, i32, i16, rows, cols, _DTYPES.index(dtype))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,8 +157,8 @@ class Planes12Weight(PackedWeight):
         return torch.repeat_interleave(self.row_ptr.diff(), output_size=self.listed)
 
     def validate(self) -> None:
-        if self.device.type == "cpu" or self._bad_field() or not self._is_whole():
-            moved = {name: t.cpu() for name, t in self.tensors().items()} if self.device.type == "cuda" else {}
+        if self._bad_field() or self.device.type == "cpu" or not self._is_whole():
+            moved = {name: t.cpu() for name, t in self.tensors().items()} if not self._bad_field() else {}
             PackedWeight.validate(self.replace(**moved))
 
     def _is_whole(self) -> bool:

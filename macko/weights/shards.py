@@ -19,24 +19,16 @@ from .slab import Dense12Weight
 sliced = PackedWeight.cut
 
 
-def joined(parts: Sequence[PackedWeight], rows: int) -> PackedWeight | Tensor | None:
-    """Parts whose format is not to be chosen anew as one weight; zeros up to so many rows.
+def joined(parts: Sequence[PackedWeight], rows: int) -> ByteWeight | None:
+    """Parts that hold values in 8 bits as one weight with their codes and scales; zeros up to so many rows.
 
-    Of values in 8 bits with their codes and scales, in their format, or of two in that of fewer bytes. Of planes in
-    dense12, or dense where that does not hold the whole. None where there is neither.
+    In their format, or of two in that of fewer bytes. None where no part holds values so.
 
     Raises:
         ValueError: parts hold values in several ways, and those of some would be rounded again.
     """
     in_bytes = [part for part in parts if isinstance(part, ByteWeight)]
     ways = {codes.KINDS[part.kind] for part in in_bytes} | ({"16 bits"} if len(in_bytes) < len(parts) else set())
-    if not in_bytes and any(isinstance(part, Planes12Weight) for part in parts):
-        dense = torch.cat([part.to_dense() for part in parts])
-        dense = torch.nn.functional.pad(dense, (0, 0, 0, rows - len(dense)))
-        try:
-            return Dense12Weight.from_dense(dense)
-        except ValueError:
-            return dense
     if not in_bytes:
         return None
     if len(ways) > 1:
@@ -45,6 +37,19 @@ def joined(parts: Sequence[PackedWeight], rows: int) -> PackedWeight | Tensor | 
     kinds = {type(part) for part in in_bytes}
     wholes = [kind.joined(in_bytes, rows) for kind in (Dense8Weight, Sparse8Weight) if kind in kinds]
     return min(wholes, key=lambda whole: whole.nbytes)
+
+
+def joined_planes(parts: Sequence[PackedWeight], dense: Tensor) -> PackedWeight | Tensor | None:
+    """Of parts of which some are planes the whole in dense12; dense, as it is given, where that does not hold it.
+
+    None where none is.
+    """
+    if not any(isinstance(part, Planes12Weight) for part in parts):
+        return None
+    try:
+        return Dense12Weight.from_dense(dense)
+    except ValueError:
+        return dense
 
 
 def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) -> PackedWeight:

@@ -271,6 +271,13 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         SPARSE11,
     ),
     "h100 pace": (records.pace, Table("us | @", "{way}, {pace} | {@ median_us:.1f}")),
+    "planes core": (
+        lambda: wide(read(CPU / "planes.jsonl", "cpu_path", "step"), "{step}", "{cpu_path}"),
+        Table(
+            "step | GB/s | 7B, s | GB/s without vectors | 7B, s",
+            "{step} | {avx2 gbps:.1f} | {avx2 s_7b:.1f} | {scalar gbps:.1f} | {scalar s_7b:.1f}",
+        ),
+    ),
     "sparse11 listed": (
         records.listed,
         Table(

@@ -273,6 +273,11 @@ def not_dense12(weight: Tensor, device: torch.device, tokens: int | None = None)
     return ""
 
 
+def is_held_packed(weight: PackedWeight, device: torch.device) -> bool:
+    """Whether a layer whose weight a file holds so is held packed on this device, and not dense."""
+    return weight.is_held_packed(device.type == "cuda" and gains_by_slabs(device))
+
+
 def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
     """The execution layouts that hold this weight on its device."""
     kinds = (kind for kind in FORMATS.values() if kind.is_layout)

@@ -237,6 +237,7 @@ class Macko8Weight(PackedWeight):
     """
 
     format: ClassVar[str] = "macko8"
+    of_files: ClassVar[bool] = True
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **ByteWeight.limits,
         "delta_bits": (0, 2, 4, 8),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import macko
+from verify import ring_code
 
 ROOT = Path(macko.__file__).parent.parent
 
@@ -118,3 +119,24 @@ def test_the_shape_for_each_size_of_shared_memory(check: Any) -> None:
     assert found(70, 64, 0, False) == (2, halves)  # of a matrix without slabs
     assert found(99, 64, 277, True) == (0, -1)
     assert found(99, 8, 277, True) == (2, wide)
+
+
+def test_what_ptxas_says_of_each_kernel_is_read() -> None:
+    """Those of products alone, each with its own registers and spills."""
+    name = "_ZN5macko16slab_ring_kernelINS_8{}EENS_10ring_shapeILi{}ELb{}ELb{}EEEEEv"
+    text = """
+ptxas info    : Compiling entry function '{}' for 'sm_89'
+ptxas info    : Function properties for {}
+    {} bytes stack frame, {} bytes spill stores, 4 bytes spill loads
+ptxas info    : Used {} registers, used 3 barriers, 512 bytes cmem[0]
+"""
+    kernels = (
+        (name.format("sparse16I13__nv_bfloat16", 64, 0, 1), 16, 128),
+        ("_ZN5macko18slab_unpack_kernelI", 0, 64),
+        (name.format("sparse8IL15macko_byte_kind1E6__half", 8, 1, 0), 0, 95),
+    )
+    said = "".join(text.format(name, name, spilled, spilled, used) for name, spilled, used in kernels)
+    assert list(ring_code.kernels(said)) == [
+        {"dtype": "bfloat16", "tokens": 64, "kind": "x in halves", "registers": 128, "spilled_bytes": 16},
+        {"dtype": "float16", "values": "int8", "tokens": 8, "kind": "pairs", "registers": 95, "spilled_bytes": 0},
+    ]

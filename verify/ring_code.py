@@ -1,0 +1,106 @@
+"""Registers, spills and stages of the kernel for GPUs without wgmma, by codec, shape and architecture: no GPU needed.
+
+    python -m verify.ring_code                                  # all codecs, sm_80 86 89 100 120: some minutes a source
+    python -m verify.ring_code --codecs tile --arches 89 --out OUT.jsonl
+
+A line a kernel: what ptxas says of it, and, where that GPU takes this shape for slabs of density 0.5, in how many
+stages (csrc/slab/ring_plan.h). Fails where a kernel for 1 to 32 tokens spills. Lines that are kept: benchmarks/results/code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+#: KB that a block may have.
+SHARED_KB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+#: Units of the largest slab at density 0.5, and whether the codec prefers pairs (CODEC::HALVES_TO).
+CODECS = {
+    "tile": (160, True),
+    "dense12": (193, False),
+    "sparse11": (121, True),
+    "dense8": (128, False),
+    "sparse8": (91, True),
+}
+STAGES = """
+#include "ring_plan.h"
+/* Stages; 0 where another shape is taken. kind: 0 pairs, 1 wide, 2 x in halves. */
+int stages(int tokens, int widest, int shared_bytes, bool prefers_pairs, int kind) {
+    const macko_ring_problem p = {64, 16, tokens, widest, 128, shared_bytes, prefers_pairs};
+    macko_ring_shape shape;
+    const bool fits = macko_ring_shape_of(&p, &shape);
+    return fits && kind == (shape.pairs ? 0 : shape.x_in_halves ? 2 : 1) ? shape.stages : 0;
+}
+"""
+KINDS = ("pairs", "wide", "x in halves")
+
+
+def planned(folder: Path) -> Any:
+    """The function of STAGES."""
+    command = ["cc", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'csrc/slab'}", "-x", "c", "-", "-o", "stages.so"]
+    subprocess.run(command, cwd=folder, input=STAGES, text=True, check=True)
+    function = ctypes.CDLL(str(folder / "stages.so")).stages
+    function.argtypes = [ctypes.c_int] * 3 + [ctypes.c_bool, ctypes.c_int]
+    return function
+
+
+def kernels(said: str) -> Iterator[dict[str, Any]]:
+    """What `ptxas -v` says of each kernel of rings: dtype, tokens, kind, registers, spilled bytes."""
+    each = re.compile(
+        r"Compiling entry function '(?P<name>\S+)'.*?(?P<stores>\d+) bytes spill stores.*?Used (?P<registers>\d+) reg",
+        re.DOTALL,
+    )
+    for found in each.finditer(said):
+        shape = re.search(r"slab_ring_kernel.*ring_shapeILi(\d+)ELb([01])ELb([01])E", found["name"])
+        if not shape:
+            continue
+        values = re.search(r"macko_byte_kind(\d)E", found["name"])
+        yield {
+            "dtype": "float16" if "6__half" in found["name"] else "bfloat16",
+            **({"values": ("fp8", "int8")[int(values[1])]} if values else {}),
+            "tokens": int(shape[1]),
+            "kind": KINDS[0 if shape[2] == "1" else 2 if shape[3] == "1" else 1],
+            "registers": int(found["registers"]),
+            "spilled_bytes": int(found["stores"]),
+        }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0, or 1 where a kernel for 1 to 32 tokens spills."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS), choices=CODECS)
+    parser.add_argument("--arches", nargs="+", type=int, default=[80, 86, 89, 100, 120], choices=SHARED_KB)
+    parser.add_argument("--out", type=Path, help="lines are appended to it (default: printed alone)")
+    options = parser.parse_args(arguments)
+    spills = False
+    with tempfile.TemporaryDirectory() as folder:
+        stages = planned(Path(folder))
+        for codec in options.codecs:
+            widest, prefers_pairs = CODECS[codec]
+            for arch in options.arches:
+                source = ROOT / "csrc/codecs" / codec / "ring_cuda.cu"
+                command = ["nvcc", "-std=c++17", "-O3", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v", str(source)]
+                ran = subprocess.run([*command, "-o", f"{folder}/code"], capture_output=True, text=True, check=True)
+                for kernel in kernels(ran.stdout + ran.stderr):
+                    shared, kind = SHARED_KB[arch] * 1024, KINDS.index(kernel["kind"])
+                    held = stages(kernel["tokens"], widest, shared, prefers_pairs, kind)
+                    text = json.dumps({"codec": codec, "arch": f"sm_{arch}", **kernel, "stages": held or None})
+                    print(text, flush=True)
+                    spills |= kernel["spilled_bytes"] > 0 and kernel["tokens"] <= 32
+                    if options.out:
+                        with options.out.open("a", encoding="utf-8") as file:
+                            file.write(text + "\n")
+    return int(spills)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from macko import _library
 from tests.layouts import LAYOUTS
@@ -79,6 +80,29 @@ def test_the_environment_is_read() -> None:
 
 
 # Which kernel multiplies.
+
+
+@pytest.mark.parametrize(
+    ("arches", "capability", "keys", "wanted"),
+    [
+        ("8.0 9.0a", (9, 0), "", ("wgmma", 2**31 - 1)),
+        ("8.0 9.0a", (9, 0), "copy=cp_async", ("mma.sync", 192)),
+        ("8.0+PTX", (9, 0), "", ("mma.sync", 512)),  # the code of an A100, which the driver compiles
+        ("7.5+PTX", (9, 0), "", ("none", 0)),
+        ("8.0 12.0+PTX", (8, 9), "", ("mma.sync", 512)),
+        ("8.0 12.0+PTX", (8, 9), "tile_tokens=7", ("mma.sync", 7)),
+        ("", (10, 0), "", ("mma.sync", 192)),
+        ("", (7, 5), "tile_tokens=7", ("none", 0)),
+    ],
+)
+def test_which_kernels_a_gpu_gets_for_slabs(
+    arches: str, capability: tuple[int, int], keys: str, wanted: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_library, "cuda_arches", tuple(arches.split()))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with _library.plan(f"copy=bulk,{keys}"):
+        assert _library.slab_kernels() == wanted
+
 
 PATHS = ("spmv", "spmm", "few", "many", "ring", "dense rows")
 ROOM = """

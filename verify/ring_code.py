@@ -4,7 +4,8 @@
     python -m verify.ring_code --codecs tile --arches 89 --out OUT.jsonl
 
 A line a kernel: what ptxas says of it, and, where that GPU takes this shape for slabs of density 0.5, in how many
-stages (csrc/slab/ring_plan.h). Fails where a kernel for 1 to 32 tokens spills. Lines that are kept: benchmarks/results/code.
+stages (csrc/slab/ring_plan.h). Fails where a kernel for 1 to 32 tokens spills. Lines that are kept:
+benchmarks/results/code.
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ def test_the_op_of_parts(device: str, weight: type[MackoWeight] | type[SellWeigh
         torch.testing.assert_close(torch.cat(op(x, *packed.packed, rows), -1), packed.linear(x))
     for part_rows, words in {
         (32, 32): "part_rows are 64 in all, the matrix has 96 rows",
-        (32, 65): "part_rows has 65 behind 32 rows, the matrix has 96",
-        (-1, 97): "part_rows has -1 behind 0 rows",
+        (32, 65): "part_rows has 65 after 32 rows, the matrix has 96",
+        (-1, 97): "part_rows has -1 after 0 rows",
     }.items():
         with pytest.raises(RuntimeError, match=words):
             op(x, *packed.packed, part_rows)

@@ -14,7 +14,7 @@
 //                  it is multiplied, in steps 0 to 3; loads what step + 1 wants; and makes operand A of a step
 //     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh)
 //
-// It is in codec.cuh of a folder of ../codecs, behind with_weight(m, run), which calls run(slab_weight) of the matrix m with
+// It is in codec.cuh of a folder of ../codecs, after with_weight(m, run), which calls run(slab_weight) of the matrix m with
 // the codec of its types. Reader functions are templates of the step, and of which of two
 // tiles is meant (0 or 1).
 #pragma once

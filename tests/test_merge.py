@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,7 @@ from macko.choose.options import Options
 from macko.nn import merge
 from macko.nn.merge import MergedLinear
 from macko.weights import MackoWeight, SellWeight, TileWeight, base
-from tests.common import assert_same_bits, devices, needs_capture, random_weight, torch_threads
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
+from tests.common import assert_same_bits, devices, needs_capture, random_weight
 
 
 class Attention(nn.Module):

@@ -354,7 +354,7 @@ cudaError_t macko_sell_spmm_cuda(const macko_sell_matrix *s, int64_t tokens, con
     cudaError_t error = macko_sell_device_cuda(&device);
     if (!error) error = current_device(&facts);
     if (error) return error;
-    const bool bulk = has_bulk_copies(facts.major);
+    const bool bulk = macko_has_bulk_copies(facts.major);
     for (int64_t token = 0; token < tokens && !error;) {
         const char *x_here = (const char *)x + token * s->cols * 2;
         char *y_here = (char *)y + token * s->rows * 2;

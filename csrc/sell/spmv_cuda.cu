@@ -12,7 +12,7 @@ constexpr int LONG_X = 8192;                           // columns; halves of a s
 // How a block's slots come into shared memory.
 enum sell_copy {
     BULK,     // sm_90 and up: a producer warp fetches whole stages, cp.async.bulk and mbarriers
-    CP_ASYNC, // sm_80 and up: each consumer warp fetches its own slots, 16 bytes a lane
+    CP_ASYNC, // before: each consumer warp fetches its own slots, 16 bytes a lane; before sm_80 copies wait for memory
 };
 
 // What a block multiplies.
@@ -150,8 +150,10 @@ __device__ __forceinline__ void stage_input(const sell_pipeline &pipeline, const
 #pragma unroll 1
         for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)x_shared)[i] = x[i];
     }
+#if __CUDA_ARCH__ >= 800
     // Not wait_copies<0>: ptxas orders what follows otherwise then, and that is not what was timed.
     asm volatile("cp.async.wait_group 0;" ::: "memory");
+#endif
 }
 
 // Where a consumer warp is in the pipeline.
@@ -392,7 +394,7 @@ cudaError_t launch_copy(const macko_sell_matrix &m, const macko_sell_shape &shap
                         const macko_sell_norm *norm, const void *bias, void *y, cudaStream_t stream) {
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
-    const bool bulk = has_bulk_copies(device.major);
+    const bool bulk = macko_has_bulk_copies(device.major);
     const auto launch = bulk
                             ? norm ? launch_spmv<T, GAP_BITS, BULK, RMS_NORM> : launch_spmv<T, GAP_BITS, BULK, AS_IT_IS>
                         : norm ? launch_spmv<T, GAP_BITS, CP_ASYNC, RMS_NORM>

@@ -114,7 +114,11 @@ __device__ __forceinline__ uint32_t gaps_at(int step, int row) {
 
 // As copy_async<16>, and brings the rest of the 128 bytes to L2, where the blocks of neighbouring rows find it.
 __device__ __forceinline__ void copy_async_of_line(uint32_t to, const void *from) {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+    copy_async<16>(to, from);
+#endif
 }
 
 // What a thread fetches of each stage: a step of a row.

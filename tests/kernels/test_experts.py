@@ -12,7 +12,7 @@ from ..test_experts import CODECS, ROUTINGS, expected, small, stacked
 
 pytestmark = pytest.mark.gpu
 
-#: By hazard, besides those of the CPU's tests: more experts than a block has threads, than there are blocks of work, and
+#: By hazard, besides those of the CPU's tests: more experts than a block has threads, more work than blocks, and
 #: means from which dense rows and the library's grouped product take over.
 LARGE = {
     "more_experts_than_threads": ([1, 0, 2] * 200, 3, 64, 64),

@@ -294,7 +294,7 @@ def test_cuda_is_compiled_where_torch_can_load_it_or_on_demand(
         assert build.arches() == []
     else:
         assert build.why_no_cuda() is None
-        assert build.arches() == ["8.0", "9.0a"]
+        assert build.arches() == ["8.0+PTX", "9.0a"]
 
 
 def test_cuda_on_demand_without_nvcc_stops(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..choose.auto import is_held_packed, pack, repacked
 from ..choose.options import Options
+from ..choose.slide import for_faster_kernel
 from ..ops import multiply
 from ..weights import PackedWeight, saved_as
 from ..weights.shards import joined, joined_planes
@@ -179,7 +180,7 @@ class Stack:
         if are_packed and len(parts) == 1 and parts[0].rows == rows:
             return repacked(parts[0].materialized(), options)
         if are_packed and (of_codes := joined(parts, rows)) is not None:
-            return of_codes
+            return for_faster_kernel(of_codes, options)
         dense = torch.cat([part.to_dense() for part in parts])
         dense = nn.functional.pad(dense, (0, 0, 0, rows - len(dense)))
         if not are_packed:

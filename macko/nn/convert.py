@@ -21,7 +21,7 @@ from ..choose.auto import DENSE12_SHARE, choosable, expected_us, not_dense12, pa
 from ..choose.options import VALUES, Options
 from ..choose.patterns import density_of
 from ..choose.slide import slide_note, slides
-from ..weights import SLIDE_PATTERNS, Dense12Weight, PackedWeight
+from ..weights import SLIDE_PATTERNS, Dense12Weight, PackedWeight, straddling
 from .find import Filter, FoundLinear, check_model, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported, with_hooks
 from .merge import merge_
@@ -95,8 +95,7 @@ def sparsify_(
     """
     format, values = _as_now(format, values, old)
     options = Options(format, tokens, values=values)
-    least = (0.0 if options.format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
-    check_min_sparsity(least)
+    least = least_sparsity(options, min_sparsity)
     _refuse_one_layer(model, "sparsify_")
     convert = partial(convert_layer, options=options, min_sparsity=least)
     report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
@@ -182,10 +181,17 @@ def _refuse_one_layer(model: nn.Module, what: str) -> None:
         )
 
 
-def check_min_sparsity(share: float) -> None:
-    """ValueError for what min_sparsity cannot be."""
-    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise ValueError(f"min_sparsity is {share!r}, expected 0 to 1")
+def least_sparsity(options: Options, asked: float | None) -> float:
+    """min_sparsity as asked for, or by default: slide gains by its kernel, other formats by zeros.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if asked is None:
+        return 0.0 if options.format == "slide" else MIN_SPARSITY
+    if not isinstance(asked, (int, float)) or not 0 <= asked <= 1:
+        raise ValueError(f"min_sparsity is {asked!r}, expected 0 to 1")
+    return asked
 
 
 def _convert_all(
@@ -410,13 +416,12 @@ def check_shards(cols: int, shards: int, pattern: str) -> None:
     Raises:
         ValueError: a group straddles two shards: names them.
     """
-    width, size = -(-cols // max(1, shards)), 2 * SLIDE_PATTERNS[pattern]
+    width = -(-cols // max(1, shards))
     for shard in range(1, shards):
-        if (start := shard * width) < cols and start % size:
-            group = start // size
+        start = min(shard * width, cols)
+        if group := straddling(cols, start, SLIDE_PATTERNS[pattern]):
             raise ValueError(
-                f"group {group} of {pattern} (columns {group * size} to {group * size + size - 1}) straddles shards "
-                f"{shard - 1} and {shard} of {shards}, which meet at column {start}"
+                f"{group} straddles shards {shard - 1} and {shard} of {shards}, which meet at column {start}"
             )
 
 

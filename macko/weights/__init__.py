@@ -17,7 +17,15 @@ from .registry import FORMATS, SAVED, format_named, takes_any_weight, with_own_f
 from .saved import saved_as
 from .sell import SellWeight
 from .slab import Dense12Weight, SlabWeight, Sparse11Weight, TileWeight
-from .slide import SLIDE_ELEMENTS, SLIDE_PATTERNS, SLIDE_SOURCES, SlideWeight, sparsest_pattern
+from .slide import (
+    SLIDE_ELEMENTS,
+    SLIDE_PATTERNS,
+    SLIDE_SOURCES,
+    SlideWeight,
+    fits_pattern,
+    sparsest_pattern,
+    straddling,
+)
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -45,11 +53,13 @@ __all__ = [
     "Sparse11Weight",
     "TileWeight",
     "codes",
+    "fits_pattern",
     "format_named",
     "saved_as",
     "shards",
     "slices",
     "sparsest_pattern",
+    "straddling",
     "takes_any_weight",
     "with_own_files",
 ]

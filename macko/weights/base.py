@@ -100,8 +100,12 @@ class PackedWeight:
     timed_by: ClassVar[str] = ""
     #: What its time is multiplied by where the fastest format is chosen; infinite: it is opt-in.
     handicap: ClassVar[float] = 1.0
+    #: Whether the op linear_experts takes it.
+    stacks: ClassVar[bool] = False
     #: Layers that hold it may be merged: rows of several weights are packed together.
     merges: ClassVar[bool] = True
+    #: Whether values are codes times a scale a row (`coded`), which a part of the weight keeps as they are.
+    holds_codes: ClassVar[bool] = False
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
     #: What macko.fuse asks: whether its products on a GPU fetch weights before their input is there (PDL), and whether
@@ -158,6 +162,11 @@ class PackedWeight:
     def _laid_out(cls, weight: PackedWeight, *options: int) -> Self:
         tensors, header = torch.ops.macko.lay_out(*weight.packed, cls.number, options)
         return cls(*tensors, *header.tolist()[1:])
+
+    @classmethod
+    def holds_any_exactly(cls) -> bool:
+        """Whether another weight may take this one's place in the same format, as where an adapter is merged."""
+        return cls.any_weight and cls.lossless
 
     @property
     def header(self) -> list[int]:
@@ -484,6 +493,24 @@ class PackedWeight:
         rows = self.to_dense()[start:stop]
         return self.from_dense(rows, **self._options()) if self.keeps_format else _canonical().smallest(rows)
 
+    @property
+    def values_kept_as(self) -> str:
+        """How values are held: parts that hold them in several ways are no one weight."""
+        return "16 bits"
+
+    def coded(self) -> tuple[Tensor, Tensor]:
+        """Codes [rows, cols] and float32 scales [rows]: of a format that `holds_codes`."""
+        raise NotImplementedError
+
+    def of_codes(self, numbers: Tensor, scales: Tensor) -> Self:
+        """Another weight in this format, with the same options, of codes and scales as `coded` gives them."""
+        raise NotImplementedError
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self], rows: int) -> Self:
+        """Rows of all parts, which hold values alike, with their codes and scales; zeros up to so many rows."""
+        raise NotImplementedError
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields by name, in order."""
         return {name: getattr(self, name) for name in self.tensor_names}
@@ -549,6 +576,16 @@ class PackedWeight:
         Bit for bit that which a layout was made from.
         """
         return _canonical().from_dense(self.to_dense(), **({"delta_bits": self.delta_bits} if self.is_layout else {}))  # type: ignore[attr-defined]
+
+
+def stacked_codes(parts: Sequence[PackedWeight], rows: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of parts of one kind below each other; up to so many rows zeros, of scale 1."""
+    coded = [part.coded() for part in parts]
+    numbers = torch.cat([codes.view(torch.uint8) for codes, _ in coded])
+    more = rows - len(numbers)
+    numbers = torch.nn.functional.pad(numbers, (0, 0, 0, more)).view(coded[0][0].dtype)
+    scales = [scales for _, scales in coded]
+    return numbers, torch.cat([*scales, scales[0].new_ones(more)])
 
 
 def with_address(empty: Tensor) -> Tensor:

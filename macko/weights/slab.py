@@ -24,6 +24,7 @@ class SlabWeight(PackedWeight):
     values_name: ClassVar[str] = "data"
     overlaps: ClassVar[bool] = True
     stores_parts: ClassVar[bool] = True
+    stacks: ClassVar[bool] = True
     #: Sizes that the op `check` counts.
     counted: ClassVar[tuple[str, ...]] = ("entries",)
 

@@ -163,6 +163,7 @@ def _tune_arguments(add: Any) -> None:
     add("--device", help="cuda or cpu (default: a GPU if there is one)")
     add("--tokens", nargs="+", type=_count, default=[1], help="at once (default 1)")
     add("--out", metavar="FILE", help="the table (default: the user's, for this GPU)")
+    add("--share", action="store_true", help="instead, a file of this GPU's times that others can have; some minutes")
 
 
 def _bench_arguments(add: Any) -> None:
@@ -408,9 +409,26 @@ def inspect(options: argparse.Namespace) -> None:
     print(describe(find_folder(options.source, or_file=True), options.gpu))
 
 
+def _share(options: argparse.Namespace, device: str) -> None:
+    """Times of this GPU into a file for others."""
+    from .measure import share
+
+    if options.source or options.shapes:
+        raise ValueError("--share has shapes of its own: give neither a folder nor --shapes")
+    if device == "cpu":
+        raise ValueError("--share is of a GPU, and there is none here, or --device says cpu")
+    path = share.share(Path(options.out) if options.out else None, device)
+    print(
+        f"{path}: please attach it to {share.WHERE}. It has the GPU, its driver and clocks, and times; nothing of you."
+    )
+
+
 def tune(options: argparse.Namespace) -> None:
     """Times of this GPU or CPU into its table."""
     device = _device(options.device)
+    if options.share:
+        _share(options, device)
+        return
     from .measure.inspect import is_worth_it, matrices
     from .measure.tune import SMALLEST
     from .measure.tune import tune as measure

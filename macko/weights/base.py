@@ -196,7 +196,7 @@ class PackedWeight:
         return torch.ops.macko.dense(*self.packed)
 
     def unrounded(self) -> Tensor:
-        """The weight that a GPU of compute capability 9.0 multiplies; of values in 8 bits before they are rounded."""
+        """The weight that a GPU multiplies with, where it has kernels; of values in 8 bits before they are rounded."""
         return self.to_dense()
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

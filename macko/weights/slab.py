@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from .. import _library
 from .base import PackedWeight, Shape, any_size, not_held
 from .canonical import MackoWeight
 from .registry import SAVED
@@ -27,6 +28,10 @@ class SlabWeight(PackedWeight):
     stacks: ClassVar[bool] = True
     #: Sizes that the op `check` counts.
     counted: ClassVar[tuple[str, ...]] = ("entries",)
+
+    @classmethod
+    def runs(cls, device: torch.device, dtype: torch.dtype, cols: int = 0) -> bool:
+        return super().runs(device, dtype) and (device.type != "cuda" or _library.slab_kernels(device)[0] != "none")
 
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:

@@ -403,28 +403,9 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table("rows x cols | layout | of dense bytes | @ token(s)",
               "{rows} x {cols} | {kernel} | {1 share:.2f} | {@ gain:.2f}x", none="-"),
     ),
-    "slide where": (lambda: [*records.slide(), *records.quantiser()], WHERE),
+    "slide where": (records.slide, WHERE),
     "slide int8": (lambda: records.slide_gains("int8"), SLIDE),
     "slide fp8": (lambda: records.slide_gains("fp8"), SLIDE),
-    "slide llama int8": (lambda: records.slide_gains("int8", llama=True), SLIDE),
-    "slide llama fp8": (lambda: records.slide_gains("fp8", llama=True), SLIDE),
-    "slide int8 us": (
-        records.slide_shown,
-        Table("linear | tokens | dense | 2:4 | 4:6 | 6:8 | torch | bf16",
-              "{shape} | {tokens} | {dense us:.1f} | {24 us:.1f} | {46 us:.1f} | {68 us:.1f} | {torch us:.1f} "
-              "| {bf16 us:.1f}", none="-"),
-    ),
-    "slide quantiser": (
-        records.quantiser,
-        Table("to | x | lift | us | GB/s | of floor",
-              "{type} | {tokens} x {cols} | {lift} | {us:.1f} | {gbps:.0f} | {share:.2f}"),
-    ),
-    "slide twin": (
-        records.twin,
-        Table("linear | tokens" + "".join(f" | {name} | {name}, CUTLASS | {name}, ratio" for name in ("int8", "fp8")),
-              "{shape} | {tokens}" + "".join(f" | {{{name} us:.1f}} | {{{name} cutlass_us}} | {{{name} ratio:.2f}}"
-                                             for name in ("int8", "fp8"))),
-    ),
     "slide model": (
         records.slide_model,
         Table("linears" + "".join(f" | {model}, 4 blocks, {n} tokens" for model, n in SLIDE_MODELS),

@@ -20,7 +20,6 @@ from tests.common import (
     assert_close_spmv,
     assert_same_bits,
     cpu_paths,
-    each_token,
     integer_problem,
     random_vector,
     random_weight,
@@ -147,29 +146,6 @@ def test_every_number_of_tokens_up_to_70(cpu_path: str, dtype: torch.dtype) -> N
 
 
 @all_dtypes
-def test_integers_are_exact(cpu_path: str, dtype: torch.dtype) -> None:
-    """Rows and columns beyond a panel of rows and a block of columns."""
-    for rows, cols, density in ((65, 1003, 0.4), (33, 4096, 0.1), (130, 130, 1.0), (7, 9000, 0.5), (70, 1601, 0.9)):
-        w, x, y = integer_problem(rows, cols, density, dtype)
-        layout = laid_out(w)
-        assert_same_bits(bitmap_spmv(*layout, cols, x) + 0, y)
-        for tokens in (3, 6, 70):
-            xs, ys = each_token(x, y, tokens)
-            assert_same_bits(bitmap_linear(xs, *layout, cols) + 0, ys)
-
-
-@all_dtypes
-def test_many_rows_of_many_tokens(dtype: torch.dtype) -> None:
-    """More rows than one block of the dense product has."""
-    rows, cols = 1500, 3000
-    w, x, y = integer_problem(rows, cols, 0.3, dtype)
-    layout = bitmap_pack(*ops.pack(w), cols)
-    xs, ys = each_token(x, y, 65)
-    assert_same_bits(bitmap_linear(xs, *layout, cols) + 0, ys)
-    assert_same_bits(ops.linear(xs, *ops.pack(w), cols) + 0, ys)
-
-
-@all_dtypes
 def test_subnormal_numbers_count(cpu_path: str, dtype: torch.dtype) -> None:
     """No path takes them as zero, as the instruction for bf16 pairs would."""
     kind = torch.finfo(dtype)
@@ -179,23 +155,6 @@ def test_subnormal_numbers_count(cpu_path: str, dtype: torch.dtype) -> None:
     assert (wanted > 0).all()
     assert_same_bits(bitmap_spmv(*laid_out(w), 130, x), wanted)
     assert_same_bits(ops.spmv(*ops.pack(w), 130, x), wanted)
-
-
-@all_dtypes
-def test_nan_and_inf_reach_only_their_row(cpu_path: str, dtype: torch.dtype) -> None:
-    w = random_weight(40, 333, 0.5, dtype)
-    w[3, 7], w[20, 332], w[39, 0] = float("nan"), float("inf"), float("-inf")
-    x = random_vector(333, dtype=dtype)
-    x[[0, 332]] = 1
-    layout = laid_out(w)
-    y = bitmap_spmv(*layout, 333, x)
-    assert_close_spmv(y, w, x)
-    assert y.isfinite().sum() == 37
-    for tokens in (4, 6, 12, 33):
-        many = bitmap_linear(x.expand(tokens, 333).contiguous(), *layout, 333)
-        assert many.isfinite().sum() == 37 * tokens
-        assert_same_bits(many.isnan(), y.isnan().expand_as(many))
-        assert_same_bits(many[:, [20, 39]], y[[20, 39]].expand(tokens, 2))
 
 
 @all_dtypes

@@ -229,10 +229,7 @@ def test_the_build_warns_of_nothing(build: ModuleType, tmp_path: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, env=environment)
     assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
     tables = tmp_path / "lib/macko/choose/times"
-    assert {path.name for path in tables.iterdir()} >= {
-        "NVIDIA_H200.json",
-        "cpu_avx2.json",
-    }
+    assert {path.name for path in tables.iterdir()} >= {"NVIDIA_H200.json", "cpu_avx2.json"}
 
 
 def test_a_space_in_the_path_does_not_compile_again(build: ModuleType, tmp_path: Path) -> None:

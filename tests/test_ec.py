@@ -173,14 +173,11 @@ def test_more_columns_than_16_bits_and_than_shared_memory(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
-def test_strides_and_odd_addresses(device: str) -> None:
+def test_a_weight_of_any_stride(device: str) -> None:
     w = random_weight(60, 509, 0.5, torch.float16).to(device)
     for same in (w.t().contiguous().t(), torch.cat([w, w], 1)[:, :509]):
         for got, wanted in zip(ops.ec_pack(same), ops.ec_pack(w), strict=True):
             assert_same_bits(got, wanted)
-    x = random_vector(510, dtype=torch.float16).to(device)
-    packed = ops.ec_pack(w)
-    assert_same_bits(ops.ec_spmv((*packed, 60, 509), x[1:]), ops.ec_spmv((*packed, 60, 509), x[1:].clone()))
 
 
 def test_any_number_of_threads_gives_the_same_bytes() -> None:

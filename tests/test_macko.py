@@ -251,25 +251,6 @@ def test_spmv_within_the_bound(device: str, dtype: torch.dtype, kind: str, bits:
         assert_spmv(random_weight(rows, cols, density, dtype, kind=kind), bits, device)
 
 
-@all_bits
-@on_device_dtypes
-def test_spmv_of_integers_is_exact(device: str, dtype: torch.dtype, bits: int) -> None:
-    for rows, cols, density in ((65, 1003, 0.4), (33, 4096, 0.1), (130, 130, 1.0), (7, 9000, 0.5)):
-        w, x, y = integer_problem(rows, cols, density, dtype)
-        assert_same_bits(ops.spmv(*ops.pack(w.to(device), bits), cols, x.to(device), bits) + 0, y)
-
-
-@on_device_dtypes
-def test_nan_and_inf_reach_only_their_row(device: str, dtype: torch.dtype) -> None:
-    w = random_weight(40, 333, 0.5, dtype)
-    w[3, 7], w[20, 332], w[39, 0] = float("nan"), float("inf"), float("-inf")
-    x = random_vector(333, dtype=dtype)
-    x[[0, 332]] = 1
-    y = ops.spmv(*ops.pack(w.to(device)), 333, x.to(device))
-    assert_close_spmv(y, w, x)
-    assert y.cpu().isfinite().sum() == 37
-
-
 @on_device_dtypes
 def test_an_inf_of_x_reaches_only_rows_that_have_its_column(device: str, dtype: torch.dtype) -> None:
     """Also where vectors of entries reach into the next row or behind the last column."""
@@ -457,10 +438,10 @@ def test_tensors_on_two_devices_are_named() -> None:
 
 
 @pytest.mark.slow
-@on_device_dtypes
-def test_opcheck(device: str, dtype: torch.dtype) -> None:
-    w = random_weight(12, 40, 0.4, dtype).to(device)
-    x = random_vector(40, dtype=dtype).to(device)
+@on_devices
+def test_opcheck(device: str) -> None:
+    w = random_weight(12, 40, 0.4, torch.float16).to(device)
+    x = random_vector(40, dtype=torch.float16).to(device)
     macko = torch.ops.macko
     torch.library.opcheck(macko.pack, (w, 0, [0]))
     for bits in BITS:

@@ -455,8 +455,7 @@ def arrive(patch: pytest.MonkeyPatch, kind: Any, name: str, whole: torch.Tensor,
         rows, cols = whole.shape
         sizes = (cols // 2, [rows]) if "Row" in kind.__name__ else (cols, [rows // 2])
         method.create_weights(layer, *sizes, cols, rows, torch.bfloat16, weight_loader=layer.weight_loader)
-        layer.weight.weight_loader(layer.weight, whole)
-        method.process_weights_after_loading(layer)
+        layer.weight.weight_loader(layer.weight, whole)  # the last shard: it is packed then
     if layer.quant_method is not method:
         return layer.quant_method
     return SlideWeight(*(getattr(layer, name) for name in layer.macko_names), *layer.macko_header[1:])

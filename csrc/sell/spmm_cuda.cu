@@ -289,14 +289,14 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
 #endif
 }
 
-// Shared memory and consumer groups for N tokens. pipeline.stages is 0 where x and the partial sums leave no room for stages.
+// Shared memory and consumer groups for N tokens. pipeline.stages is 0 where x and the partial sums leave too little for stages.
 sell_launch shape_of(const macko_sell_matrix &m, int n, const macko_sell_device &device, int *shared_bytes) {
     const int stage = m.warps * macko_sell_slot_bytes(m.gap_bits),
-              room = device.shared_per_block - MACKO_SELL_BARRIER_BYTES;
+              available = device.shared_per_block - MACKO_SELL_BARRIER_BYTES;
     for (int consumer_groups = m.warps <= 8 && m.num_blocks > device.num_sms ? MAX_CONSUMER_GROUPS : 1; consumer_groups;
          consumer_groups--) {
         const int fixed = x_bytes(m.cols, n) + consumer_groups * sums_bytes(n);
-        const int fit = (room - fixed) / (consumer_groups * stage),
+        const int fit = (available - fixed) / (consumer_groups * stage),
                   wanted = (80 * 1024 / consumer_groups + stage / 2) / stage;
         const int stages = std::min({fit, std::max(wanted, int(MACKO_SELL_MIN_STAGES)), int(MACKO_SELL_MAX_STAGES)});
         *shared_bytes = fixed + consumer_groups * stages * stage;

@@ -29,7 +29,7 @@ struct sell_norm {
 
 /*
  * x / sqrt(mean(x^2) + eps) * weight into x_shared, by `threads` threads and every block for itself: a kernel before this one
- * would take longer, for no block of this one could start before it has ended. `partial` has room for a float a warp. A
+ * would take longer, for no block of this one could start before it has ended. `partial` holds a float a warp. A
  * thread reads only the weights that it fetched.
  */
 template <typename T>

@@ -20,7 +20,7 @@
 //     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh). open: a slab; skip_half: to its third
 //                  tile; prepare_first: a tile with none before it; advance: to the tile that is prepared
 //
-// It is in codec.cuh of a folder of ../codecs, behind with_weight(m, run), which calls run(slab_weight) of the matrix m with
+// It is in codec.cuh of a folder of ../codecs, after with_weight(m, run), which calls run(slab_weight) of the matrix m with
 // the codec of its types. Reader functions are templates of the step, and of which of two
 // tiles is meant (0 or 1).
 #pragma once

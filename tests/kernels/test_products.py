@@ -16,6 +16,7 @@ from tests.common import (
     assert_graph_of_layers,
     assert_other_tensors_are_refused,
     assert_same_bits,
+    each_token,
     needs_capture,
 )
 from tests.kernels.codecs import CODECS, EVERY_ROWS, ROWS, Codec, Rows
@@ -40,6 +41,38 @@ each_format = where_they_run((*CODECS, *ROWS))
 #: The formats of rows in each of their dtypes, too: those of codecs are in test_slabs.py.
 every_format = where_they_run((*CODECS, *EVERY_ROWS))
 on_a_gpu = where_they_run((*CODECS, *ROWS), "cuda")
+each_of_rows = where_they_run(EVERY_ROWS)
+
+
+@each_of_rows
+@pytest.mark.usefixtures("cpu_path")
+def test_integers_are_exact(codec: Codec, device: str) -> None:
+    """Rows and columns beyond a panel of rows, a block of columns, and a block of the dense product."""
+    for rows, cols, density in (
+        *((65, 1003, 0.4), (33, 4096, 0.1), (130, 130, 1.0), (7, 9000, 0.5), (70, 1601, 0.9), (1500, 3000, 0.3)),
+    ):
+        source, x, y = codec.exact(rows, cols, density=density)
+        made = codec.packed(source, device)
+        assert_same_bits(made.linear(x.to(device)) + 0, y)
+        for tokens in (3, 6, 70):
+            xs, ys = each_token(x, y, tokens)
+            assert_same_bits(made.linear(xs.to(device)) + 0, ys)
+
+
+@each_of_rows
+@pytest.mark.usefixtures("cpu_path")
+def test_nan_and_inf_reach_only_their_row(codec: Codec, device: str) -> None:
+    w, x = codec.source(40, 333), codec.x(333)
+    w[3, 7], w[20, 332], w[39, 0] = float("nan"), float("inf"), float("-inf")
+    x[[0, 332]] = 1
+    made = codec.packed(w, device)
+    y = made.linear(x.to(device))
+    codec.assert_close(y, w, x)
+    for tokens in (1, 4, 6, 12, 33):
+        many = made.linear(x.expand(tokens, 333).contiguous().to(device))
+        assert many.isfinite().sum() == 37 * tokens
+        assert_same_bits(many.isnan(), y.isnan().expand_as(many))
+        assert_same_bits(many[:, [20, 39]], y[[20, 39]].expand(tokens, 2))
 
 
 @each_format
@@ -75,7 +108,7 @@ def test_x_and_bias_of_any_stride_and_alignment(codec: Codec, device: str) -> No
         codec.assert_close(y, source, long[:, :cols], bias[::2])
 
 
-@each_format
+@every_format
 @pytest.mark.parametrize("tokens", [(), (1,), (1, 1), (3,), (2, 5), (0,), (2, 0, 3)])
 def test_leading_shapes(codec: Codec, device: str, tokens: tuple[int, ...]) -> None:
     source, x, bias = codec.for_products(96, 200), codec.x(*tokens, 200), codec.x(96, seed=3)

@@ -15,17 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from macko.weights import FORMATS, MackoWeight, SlabWeight
-from tests.common import (
-    MASKS,
-    Plan,
-    assert_same_bits,
-    devices,
-    each_token,
-)
+from tests.common import MASKS, Plan, assert_same_bits, devices, each_token
 from tests.kernels.codecs import (
     CODECS,
     DESCRIPTORS,
     EVERY,
+    ROWS,
     Codec,
     OfCodes,
     assert_packs,
@@ -60,9 +55,10 @@ codecs_of_16_bits = pytest.mark.parametrize("codec", [c for c in EVERY if not is
 codecs_with_tables = pytest.mark.parametrize("codec", [codec for codec in EVERY if codec.has_table], ids=repr)
 
 
-def test_every_codec_that_is_registered_has_a_descriptor() -> None:
+def test_every_format_that_is_registered_has_a_descriptor() -> None:
     slabs = {name: kind for name, kind in FORMATS.items() if issubclass(kind, SlabWeight)}
     assert slabs.keys() == DESCRIPTORS.keys() == {codec.format for codec in CODECS}
+    assert {codec.format for codec in (*CODECS, *ROWS)} == FORMATS.keys() - {"slide"}  # for test_products.py
     for name, kind in slabs.items():
         assert {codec.dtype for codec in EVERY if codec.format == name} == {*kind.dtypes} - {torch.float32}
 

@@ -1,0 +1,82 @@
+"""linear_experts on a GPU: one launch for any routing, the bits of a token its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from macko import ops
+
+from ..test_experts import CODECS, ROUTINGS, expected, small, stacked
+
+pytestmark = pytest.mark.gpu
+
+#: By hazard, besides those of the CPU's tests: more experts than a block has threads, more work than blocks, and
+#: means from which dense rows and the library's grouped product take over.
+LARGE = {
+    "more_experts_than_threads": ([1, 0, 2] * 200, 3, 64, 64),
+    "more_work_than_blocks": ([3] * 16, 0, 320, 4096),
+    "experts_of_many_tokens": ([300, 0, 200, 400], 10, 128, 256),
+}
+
+
+def on_gpu(counts: list[int]) -> Tensor:
+    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
+
+
+@pytest.mark.parametrize("hazard", [*ROUTINGS, *LARGE])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("format", CODECS)
+def test_products_are_exact_for_any_routing(format: str, dtype: torch.dtype, hazard: str) -> None:
+    counts, behind, rows, cols = (ROUTINGS | LARGE)[hazard]
+    torch.manual_seed(len(counts))
+    w, x = (
+        small(len(counts), rows, cols).to(dtype).cuda(),
+        small(sum(counts) + behind, cols, zeros=0.9).to(dtype).cuda(),
+    )
+    packed = stacked(w, format)
+    held = packed.to_dense().view(len(counts), -1, cols)[:, :rows]  # 8 bits: what the codes stand for
+    ends = on_gpu(counts)
+    y = ops.linear_experts(x, *packed.packed, rows, ends).double().cpu()
+    wanted = expected(x.cpu(), held.cpu(), ends.cpu())
+    if packed.lossless:
+        assert torch.equal(y, wanted)
+    else:
+        bound = expected(x.abs().cpu(), held.abs().cpu(), ends.cpu())
+        assert ((y - wanted).abs() <= bound * (cols * 2.0**-24 + 2.0**-8)).all()
+    assert not y[sum(counts) :].any()
+
+
+@pytest.mark.parametrize("format", ["dense12", "sparse11"])
+@pytest.mark.parametrize("tokens", [64, 1024, 4096])
+def test_a_token_alone_has_the_bits_it_has_among_others(format: str, tokens: int) -> None:
+    experts, rows, cols = 64, 256, 512
+    torch.manual_seed(tokens)
+    w, x = torch.randn(experts, rows, cols).bfloat16().cuda(), torch.randn(tokens, cols).bfloat16().cuda()
+    packed = stacked(w * (torch.rand_like(w) < 0.5), format)
+    of = torch.randint(0, experts, (tokens,)).sort().values
+    y = ops.linear_experts(x, *packed.packed, rows, on_gpu(torch.bincount(of, minlength=experts).tolist()))
+    for token in (0, tokens // 3, tokens - 1):
+        counts = [0] * experts
+        counts[of[token]] = 1
+        assert torch.equal(ops.linear_experts(x[token : token + 1], *packed.packed, rows, on_gpu(counts))[0], y[token])
+
+
+def test_a_graph_captured_once_takes_other_routings() -> None:
+    experts, rows, cols, tokens = 64, 256, 512, 64
+    torch.manual_seed(0)
+    packed = stacked(torch.randn(experts, rows, cols).bfloat16().cuda(), "dense12")
+    x, ends = torch.randn(tokens, cols).bfloat16().cuda(), on_gpu([1] * experts)
+    ops.linear_experts(x, *packed.packed, rows, ends)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.linear_experts(x, *packed.packed, rows, ends)
+    for _ in range(50):
+        of = torch.randint(0, experts, (tokens - 5,))
+        ends.copy_(on_gpu(torch.bincount(of, minlength=experts).tolist()))
+        x.copy_(torch.randn(tokens, cols))
+        graph.replay()
+        assert torch.equal(y, ops.linear_experts(x, *packed.packed, rows, ends))
+        assert not y[tokens - 5 :].any()

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from .choose.options import AUTO, Options
 from .nn.find import check_model, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
+from .nn.offload import as_in_files
 from .weights import MackoWeight, PackedWeight, saved_as
 from .weights.saved import IN_FILES
 
@@ -146,7 +147,8 @@ def packed_state(
     Raises:
         ValueError: the state has a sparse layer's tensors without their _extra_state.
     """
-    state = dict(model.state_dict() if state is None else state)
+    with as_in_files():
+        state = dict(model.state_dict() if state is None else state)
     layers: dict[str, dict[str, Any]] = {}
     names: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -158,6 +160,8 @@ def packed_state(
             extra = state.pop(join(name, "_extra_state"), None)
             if extra is not None:
                 layers[name] = json.loads(bytes(extra.tolist()))
+                if "held" in layers[name]:
+                    raise ValueError(f"the state has {name} as it is offloaded: let the state be taken from the model")
                 if (layers[name]["rows"], layers[name]["cols"]) != (module.out_features, module.in_features):
                     raise ValueError(f"{name} holds one process' part of its weight: save the model by save_pretrained")
             elif any(join(name, key) in state for key in {*IN_FILES, *module._buffers} - {"weight"}):

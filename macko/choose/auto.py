@@ -244,11 +244,13 @@ def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]
     return MackoWeight
 
 
-def not_dense12(weight: Tensor, device: torch.device) -> str:
-    """Why a dense weight would not gain on this device as dense12, or nothing."""
+def not_dense12(weight: Tensor, device: torch.device | None) -> str:
+    """Why a dense weight would not gain on this device as dense12, or nothing. None: on a GPU to come."""
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda")
     if weight.dtype not in Dense12Weight.dtypes:
         return f"dense12 is for bfloat16 and float16, it is {str(weight.dtype).removeprefix('torch.')}"
-    if device.type != "cuda" or not gains_by_slabs(device):
+    if device is not None and (device.type != "cuda" or not gains_by_slabs(device)):
         return f"dense12 gains on GPUs of compute capability 8, 9 and 12, it is on {device}"
     if weight.numel() < DENSE12_WEIGHTS:
         return f"under {DENSE12_WEIGHTS} weights dense12 would not pay"

@@ -39,7 +39,12 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each weight that is unpacked."""
     counted: list[int] = []
     to_dense = Dense12Weight.to_dense
-    monkeypatch.setattr(Dense12Weight, "to_dense", lambda self: counted.append(1) or to_dense(self))
+
+    def counting(self: Dense12Weight) -> Tensor:
+        counted.append(1)
+        return to_dense(self)
+
+    monkeypatch.setattr(Dense12Weight, "to_dense", counting)
     return counted
 
 
@@ -277,3 +282,16 @@ def test_what_has_nothing_to_pack_is_named() -> None:
 
     with pytest.raises(ValueError, match="the DDPMPipeline has no transformer, unet, text_encoder to pack"):
         macko.compress_(DDPMPipeline(unet=None, scheduler=DDPMScheduler()))
+
+
+def test_sizes_are_those_of_packed_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import diffusion
+
+    dense = make("flux")
+    monkeypatch.setattr(diffusion, "DENSE12_WEIGHTS", 256 * 256)
+    monkeypatch.setattr(auto, "DENSE12_WEIGHTS", 256 * 256)
+    size = diffusion.size_of(dense)
+    assert size.dense == sum(parameter.nbytes for parameter in dense.parameters())
+    macko.compress_(dense, offload=True, progress=False)
+    told = macko.offloadable_(dense)
+    assert (size.layers, size.packed, size.pinned_packed) == told

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,14 +127,6 @@ def _as_now(format: str, values: str, old: dict[str, Any]) -> tuple[str, str]:
 _COMPONENTS = ("transformer", "unet", "text_encoder")
 
 
-@overload
-def compress_(model: nn.Module, **options: Any) -> Report: ...
-
-
-@overload
-def compress_(model: Any, **options: Any) -> dict[str, Report]: ...
-
-
 def compress_(
     model: Any,
     *,
@@ -147,7 +139,7 @@ def compress_(
     copy_tied: bool = False,
     values: str = "exact",
     offload: bool = False,
-) -> Report | dict[str, Report]:
+) -> Any:
     """Holds the weights of a model's linear layers in fewer bytes, in place, zeros or none; lossless by default.
 
     Layers that hold enough zeros are packed as sparsify_ packs them, if that takes fewer bytes than 1.5 a weight. All

@@ -199,7 +199,7 @@ class LazyWeight(Tensor):
         return func(*tree_map(_opened, args), **tree_map(_opened, kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What C++ asks of it, behind __torch_function__."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
-from macko.nn.offload import OffloadableLinear
+from macko.nn.experts import PackedStack
+from macko.nn.offload import OffloadableLinear, check_offloadable
 from tests.common import assert_same_bits, random_weight
 from tests.tiny_diffusion import needs_diffusers
 
@@ -175,6 +176,17 @@ def test_files_are_those_of_before(tmp_path: Path) -> None:
     assert a.keys() == b.keys()
     for name, tensor in a.items():
         assert_same_bits(b[name], tensor)
+
+
+def test_packed_experts_are_refused_by_name() -> None:
+    stack = PackedStack.__new__(PackedStack)
+    nn.Module.__init__(stack)
+    model = nn.Sequential(models()[1], stack)
+    with pytest.raises(ValueError, match="offloadable_: 1 is a packed stack of experts"):
+        macko.offloadable_(model)
+    assert {type(layer) for layer in layers_of(model)} == {SparseLinear}
+    with pytest.raises(ValueError, match="an offload: 0 is packed by macko, and would stay where it is"):
+        check_offloadable(nn.Sequential(stack), "an offload")
 
 
 def test_a_change_of_the_weight_is_refused() -> None:

@@ -93,8 +93,10 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS)
     slide_mma_kernel(const __grid_constant__ mma_task task) {
 #if __CUDA_ARCH__ >= 890
     constexpr bool IS_THERE = true;
-#else
+#elif __CUDA_ARCH__ >= 800
     constexpr bool IS_THERE = TYPE != MACKO_SLIDE_E4M3;
+#else
+    constexpr bool IS_THERE = false;
 #endif
     if constexpr (!IS_THERE) return; // and is not launched
     using TILE = mma_tile<TYPE, KIND, SIZE>;

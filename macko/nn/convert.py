@@ -21,7 +21,7 @@ from ..choose.auto import DENSE12_SHARE, choosable, expected_us, not_dense12, pa
 from ..choose.options import VALUES, Options
 from ..choose.patterns import density_of
 from ..choose.slide import slide_note, slides
-from ..weights import SLIDE_PATTERNS, Dense12Weight, PackedWeight
+from ..weights import SLIDE_PATTERNS, Dense12Weight, PackedWeight, straddling
 from .find import Filter, FoundLinear, check_model, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported, with_hooks
 from .merge import merge_
@@ -96,8 +96,7 @@ def sparsify_(
     """
     format, values = _as_now(format, values, old)
     options = Options(format, tokens, values=values)
-    least = (0.0 if options.format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
-    check_min_sparsity(least)
+    least = least_sparsity(options, min_sparsity)
     _refuse_one_layer(model, "sparsify_")
     convert = partial(convert_layer, options=options, min_sparsity=least)
     report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
@@ -143,8 +142,8 @@ def compress_(
     """Holds the weights of a model's linear layers in fewer bytes, in place, zeros or none; lossless by default.
 
     Layers that hold enough zeros are packed as sparsify_ packs them, if that takes fewer bytes than 1.5 a weight. All
-    others, lm_head too, are held in 12 bits an element: dense12 (docs/lossless.md), on a GPU of compute capability 9.0,
-    where it is faster than dense. That is for bfloat16, and for float16 weights that were bfloat16 once, as those of
+    others, lm_head too, are held in 12 bits an element: dense12 (docs/lossless.md), on GPUs on which it is faster than
+    dense, as measured or by count. That is for bfloat16, and for float16 weights that were bfloat16 once, as those of
     Llama-2 were. Weights keep every bit, but for the sign of zeros where they are packed as sparse.
     Layers tied to an embedding and those too small to gain stay dense; the report says so. Otherwise as sparsify_.
 
@@ -156,7 +155,7 @@ def compress_(
             encoders, one by one.
         filter_fn, device, progress, merge: as in sparsify_.
         ignore: layers to leave, as in sparsify_; none by default.
-        tokens: as in sparsify_, for layers that hold enough zeros.
+        tokens: as in sparsify_; dense12 is taken where it gains for so many.
         copy_tied: whether a layer that shares its weight with an nn.Embedding gets a copy of it as dense12. The
             embedding looks up single rows of the dense weight, the layer reads all of its own: so a token reads half a
             byte a weight less, and memory holds one and a half more. Training the embedding does not change the copy.
@@ -204,10 +203,17 @@ def _refuse_one_layer(model: nn.Module, what: str) -> None:
         )
 
 
-def check_min_sparsity(share: float) -> None:
-    """ValueError for what min_sparsity cannot be."""
-    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise ValueError(f"min_sparsity is {share!r}, expected 0 to 1")
+def least_sparsity(options: Options, asked: float | None) -> float:
+    """min_sparsity as asked for, or by default: slide gains by its kernel, other formats by zeros.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if asked is None:
+        return 0.0 if options.format == "slide" else MIN_SPARSITY
+    if not isinstance(asked, (int, float)) or not 0 <= asked <= 1:
+        raise ValueError(f"min_sparsity is {asked!r}, expected 0 to 1")
+    return asked
 
 
 def _convert_all(
@@ -304,7 +310,7 @@ def _compress_layer(
     tied: dict[int, list[str]],
     embedded: set[int],
     copy_tied: bool,
-    offload: bool,
+    offload: bool = False,
 ) -> tuple[LayerReport, SparseLinear | None]:
     """What convert_layer gives where that takes fewer bytes than dense12; else dense12 where it gains.
 
@@ -322,7 +328,7 @@ def _compress_layer(
     target, copied = device or weight.device, id(weight) in tied and id(weight) in embedded
     if layer.left_out or _why_not(weight, layer.name, options, target, {} if copied else tied):
         return row, None
-    if reason := not_dense12(weight, None if offload and target.type == "cpu" else target):
+    if reason := not_dense12(weight, None if offload and target.type == "cpu" else target, options.layout_tokens):
         row.reason = row.reason and reason
         return row, sparse
     if copied and not copy_tied:
@@ -433,13 +439,12 @@ def check_shards(cols: int, shards: int, pattern: str) -> None:
     Raises:
         ValueError: a group straddles two shards: names them.
     """
-    width, size = -(-cols // max(1, shards)), 2 * SLIDE_PATTERNS[pattern]
+    width = -(-cols // max(1, shards))
     for shard in range(1, shards):
-        if (start := shard * width) < cols and start % size:
-            group = start // size
+        start = min(shard * width, cols)
+        if group := straddling(cols, start, SLIDE_PATTERNS[pattern]):
             raise ValueError(
-                f"group {group} of {pattern} (columns {group * size} to {group * size + size - 1}) straddles shards "
-                f"{shard - 1} and {shard} of {shards}, which meet at column {start}"
+                f"{group} straddles shards {shard - 1} and {shard} of {shards}, which meet at column {start}"
             )
 
 

@@ -19,7 +19,7 @@ from ..choose.options import AUTO, Options
 from ..ops import multiply
 from ..weights import MackoWeight, PackedWeight, slices
 from ..weights.base import with_address
-from ..weights.saved import IN_FILES, dense_in, packed_in, state_of
+from ..weights.saved import IN_FILES, dense_in, in_state, packed_in, state_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
 #: Element types of a packed weight's values.
@@ -559,7 +559,7 @@ class SparseLinear(nn.Linear):
         What is saved dense goes as nn.Linear's weight, there too.
         """
         packed = self.packed
-        if isinstance(in_file := packed.to_saved(), Tensor):
+        if isinstance(in_file := in_state(packed), Tensor):
             destination[f"{prefix}weight"] = in_file
             if self.bias is not None:
                 destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..weights import FORMATS, PackedWeight
 from ..weights.saved import state_of
+from .experts import PackedStack
 from .find import check_model
 from .linear import SparseLinear, as_extra_state, unsupported
 from .merge import split_
@@ -190,7 +191,7 @@ def offloadable_(model: nn.Module) -> Offloadable:
 
     Raises:
         TypeError: the model is none.
-        ValueError: an offloader has the model already; nothing has changed.
+        ValueError: an offloader has the model already, or it has packed stacks of experts; nothing has changed.
     """
     check_model(model, "offloadable_")
     for name, module in model.named_modules():
@@ -200,6 +201,8 @@ def offloadable_(model: nn.Module) -> Offloadable:
             raise ValueError(
                 f"offloadable_: an offloader has {name or 'the model'} already: call offloadable_ before it"
             )
+        if isinstance(module, PackedStack):
+            raise ValueError(f"offloadable_: {name} is a packed stack of experts, which offloaders cannot move yet")
     split_(model)
     layers = {id(module): module for module in model.modules() if isinstance(module, SparseLinear)}
     for layer in layers.values():
@@ -215,7 +218,7 @@ def offloadable_(model: nn.Module) -> Offloadable:
 def check_offloadable(model: nn.Module, what: str) -> None:
     """ValueError, of an offload as which `what` names it, where the model has packed layers that it would not move."""
     for name, module in model.named_modules():
-        if isinstance(module, SparseLinear) and not isinstance(module, OffloadableLinear):
+        if isinstance(module, (PackedStack, SparseLinear)) and not isinstance(module, OffloadableLinear):
             raise ValueError(
                 f"{what}: {name or 'the layer'} is packed by macko, and would stay where it is: call "
                 "macko.offloadable_(model) first, or macko.compress_(model, offload=True)"

@@ -9,6 +9,7 @@ from .measure.tune import autotune
 from .nn.convert import compress_, sparsify_
 from .nn.linear import SparseLinear
 from .nn.merge import merge_, split_
+from .nn.offload import offloadable_
 from .nn.report import LayerReport, Report
 from .pruning.prune import prune_
 from .weights import FORMATS, EcWeight, MackoWeight
@@ -30,6 +31,7 @@ __all__ = [
     "compress_",
     "load_model",
     "merge_",
+    "offloadable_",
     "ops",
     "prune_",
     "save_model",

@@ -32,6 +32,7 @@ from .choose.auto import is_held_packed
 from .choose.options import AUTO, Options
 from .nn.find import check_model, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
+from .nn.offload import as_in_files
 from .weights import MackoWeight, PackedWeight, saved_as
 from .weights.saved import IN_FILES, states_for_files
 
@@ -182,7 +183,7 @@ def packed_state(
         ValueError: the state has a sparse layer's tensors without their _extra_state.
     """
     if state is None:
-        with states_for_files():
+        with as_in_files(), states_for_files():
             state = model.state_dict()
     state = dict(state)
     layers: dict[str, dict[str, Any]] = {}
@@ -196,6 +197,8 @@ def packed_state(
             extra = state.pop(join(name, "_extra_state"), None)
             if extra is not None:
                 layers[name] = json.loads(bytes(extra.tolist()))
+                if "held" in layers[name]:
+                    raise ValueError(f"the state has {name} as it is offloaded: let the state be taken from the model")
                 if (layers[name]["rows"], layers[name]["cols"]) != (module.out_features, module.in_features):
                     raise ValueError(f"{name} holds one process' part of its weight: save the model by save_pretrained")
             elif any(join(name, key) in state for key in {*IN_FILES, *module._buffers} - {"weight"}):

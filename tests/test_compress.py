@@ -455,7 +455,12 @@ def test_what_a_weight_is_is_asked_without_unpacking(merge: bool, monkeypatch: p
     dense, model = compressed(merge=merge)
     unpacked: list[int] = []
     to_dense = Dense12Weight.to_dense
-    monkeypatch.setattr(Dense12Weight, "to_dense", lambda self: unpacked.append(1) or to_dense(self))
+
+    def counting(self: Dense12Weight) -> Tensor:
+        unpacked.append(1)
+        return to_dense(self)
+
+    monkeypatch.setattr(Dense12Weight, "to_dense", counting)
     for name, layer in layers_of(model).items():
         weight, wanted = layer.weight, dense.get_submodule(name).weight
         for look in (

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
+from macko.choose import auto
 from macko.weights import Dense12Weight
 from tests.common import assert_same_bits
 from tests.tiny_diffusion import MODELS, make, needs_diffusers, run
@@ -36,7 +39,12 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each weight that is unpacked."""
     counted: list[int] = []
     to_dense = Dense12Weight.to_dense
-    monkeypatch.setattr(Dense12Weight, "to_dense", lambda self: counted.append(1) or to_dense(self))
+
+    def counting(self: Dense12Weight) -> Tensor:
+        counted.append(1)
+        return to_dense(self)
+
+    monkeypatch.setattr(Dense12Weight, "to_dense", counting)
     return counted
 
 
@@ -137,3 +145,153 @@ def test_fused_projections_are_refused_before_one_is_made(kind: str) -> None:
         model.fuse_qkv_projections()
     assert dict(model.named_modules()).keys() == modules
     make(kind).fuse_qkv_projections()
+
+
+# ---- Packed as it is read, saved, read again -------------------------------------------------------------------------
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(Tensor).contiguous().view(-1).view(torch.uint8)
+
+
+def config() -> Any:
+    return macko.MackoConfig(format="dense12", ignore=[])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_as_it_is_read_and_saved_in_shards(kind: str, tmp_path: Path) -> None:
+    make(kind).save_pretrained(tmp_path / "a", max_shard_size="1MB")
+    load = type(make(kind)).from_pretrained
+    dense = load(tmp_path / "a", torch_dtype=torch.bfloat16)
+    model = load(tmp_path / "a", torch_dtype=torch.bfloat16, quantization_config=config())
+    assert len(packed_layers(model)) == len(model.hf_quantizer.report.changed) > 10
+    assert {type(layer) for layer in packed_layers(model).values()} == {SparseLinear}
+    assert_same_bits(run(model, kind), run(dense, kind))
+    if kind == "wan":  # which the class keeps
+        kept = [row for row in model.hf_quantizer.report if row.reason == "the model keeps it in float32"]
+        assert kept
+        assert all(model.get_submodule(row.name).weight.dtype == torch.float32 for row in kept)
+    macko.offloadable_(model)
+    model.save_pretrained(tmp_path / "b", max_shard_size="1MB")
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 1
+    again = load(tmp_path / "b", torch_dtype=torch.bfloat16)
+    assert not packed_layers(again)
+    assert again.state_dict().keys() == dense.state_dict().keys()
+    for name, tensor in dense.state_dict().items():
+        assert torch.equal(bytes_of(again.state_dict()[name]), bytes_of(tensor)), name
+    model.dequantize()
+    assert not packed_layers(model)
+    assert_same_bits(run(model, kind), run(dense, kind))
+
+
+def test_float32_that_a_model_keeps_is_lost_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from macko.integrations.diffusers import MackoDiffusersQuantizer
+
+    make("wan").save_pretrained(tmp_path)
+    monkeypatch.setattr(MackoDiffusersQuantizer, "use_keep_in_fp32_modules", False)
+    model = type(make("wan")).from_pretrained(tmp_path, torch_dtype=torch.bfloat16, quantization_config=config())
+    assert not any(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_no_dense_weight_is_unpacked_while_others_are_read(tmp_path: Path, unpacked: list[int]) -> None:
+    make("flux").save_pretrained(tmp_path, max_shard_size="1MB")
+    type(make("flux")).from_pretrained(tmp_path, torch_dtype=torch.bfloat16, quantization_config=config())
+    assert not unpacked
+
+
+def test_a_map_that_offloads_and_packed_files_are_refused(tmp_path: Path) -> None:
+    from macko.integrations.diffusers import MackoDiffusersQuantizer
+
+    with pytest.raises(ValueError, match=r"load the model without, then macko\.offloadable_"):
+        MackoDiffusersQuantizer(config()).validate_environment(device_map={"a": 0, "b": "cpu"})
+    layers = {"a": {"format": "macko", "rows": 1, "cols": 1, "delta_bits": 4}}
+    with pytest.raises(ValueError, match="packed, which diffusers does not read"):
+        MackoDiffusersQuantizer(macko.MackoConfig(layers=layers))
+
+
+# ---- A pipeline ------------------------------------------------------------------------------------------------------
+
+
+def pipeline() -> Any:
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    transformer = make("flux")
+    vae = AutoencoderKL(
+        in_channels=3, out_channels=3, block_out_channels=(32,), latent_channels=16, norm_num_groups=8, sample_size=32,
+        shift_factor=0.1, scaling_factor=0.3,
+    )  # fmt: skip
+    clip = CLIPTextConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, vocab_size=100,
+        projection_dim=256,
+    )  # fmt: skip
+    t5 = T5Config(
+        d_model=256, d_kv=64, num_heads=4, d_ff=512, num_layers=1, feed_forward_proj="gated-gelu", vocab_size=128
+    )
+    pipe = FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(), vae=vae, text_encoder=CLIPTextModel(clip), tokenizer=None,
+        text_encoder_2=T5EncoderModel(t5), tokenizer_2=None, transformer=transformer,
+    ).to(torch.bfloat16)  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def image(pipe: Any) -> Tensor:
+    return pipe(
+        prompt_embeds=torch.ones(1, 8, 256).bfloat16(), pooled_prompt_embeds=torch.ones(1, 256).bfloat16(), height=32,
+        width=32, num_inference_steps=2, output_type="pt", generator=torch.Generator().manual_seed(0),
+    ).images  # fmt: skip
+
+
+def test_a_whole_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers import FluxPipeline, PipelineQuantizationConfig
+
+    pipe = pipeline()
+    wanted = image(pipe)
+    pipe.save_pretrained(tmp_path / "a")
+    monkeypatch.setattr(auto, "DENSE12_WEIGHTS", 256 * 256)  # such layers are too small to gain
+    reports = macko.compress_(pipe, offload=True, progress=False)
+    assert reports.keys() == {"transformer", "text_encoder", "text_encoder_2"}
+    for name, report in reports.items():
+        assert len(packed_layers(getattr(pipe, name))) == len(report.changed) > 5
+    assert_same_bits(image(pipe), wanted)
+    pipe.save_pretrained(tmp_path / "b")
+    files = {file.relative_to(tmp_path / "a") for file in (tmp_path / "a").rglob("*.safetensors")}
+    for file in files:
+        a, b = (load_file(tmp_path / folder / file) for folder in "ab")
+        assert a.keys() == b.keys()
+        assert all(torch.equal(bytes_of(a[name]), bytes_of(b[name])) for name in a)
+    for quantization in (
+        PipelineQuantizationConfig(quant_mapping={"transformer": config(), "text_encoder_2": config()}),
+        PipelineQuantizationConfig(
+            quant_backend="macko", quant_kwargs={"format": "dense12", "ignore": []},
+            components_to_quantize=["transformer", "text_encoder_2"],
+        ),
+    ):  # fmt: skip
+        options = {"quantization_config": quantization, "tokenizer": None, "tokenizer_2": None}
+        read = FluxPipeline.from_pretrained(tmp_path / "b", torch_dtype=torch.bfloat16, **options)
+        read.set_progress_bar_config(disable=True)
+        counts = {name: len(packed_layers(getattr(read, name))) for name in reports}
+        assert counts["transformer"] > 5 < counts["text_encoder_2"]
+        assert counts["text_encoder"] == 0
+        assert_same_bits(image(read), wanted)
+
+
+def test_what_has_nothing_to_pack_is_named() -> None:
+    from diffusers import DDPMPipeline, DDPMScheduler
+
+    with pytest.raises(ValueError, match="the DDPMPipeline has no transformer, unet, text_encoder to pack"):
+        macko.compress_(DDPMPipeline(unet=None, scheduler=DDPMScheduler()))
+
+
+def test_sizes_are_those_of_packed_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import diffusion
+
+    dense = make("flux")
+    monkeypatch.setattr(diffusion, "DENSE12_WEIGHTS", 256 * 256)
+    monkeypatch.setattr(auto, "DENSE12_WEIGHTS", 256 * 256)
+    size = diffusion.size_of(dense)
+    assert size.dense == sum(parameter.nbytes for parameter in dense.parameters())
+    macko.compress_(dense, offload=True, progress=False)
+    told = macko.offloadable_(dense)
+    assert (size.layers, size.packed, size.pinned_packed) == told

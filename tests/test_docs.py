@@ -69,7 +69,8 @@ def test_snippets_run(
     save_checkpoint(pruned, "pruned")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for line, code, needs in snippets(page):
-        if needs == "two processes" or (needs == "gpu" and not on_gpu):  # the former: tests/test_transformers.py
+        # The former: tests/test_transformers.py and test_diffusers.py.
+        if needs in ("two processes", "diffusers") or (needs == "gpu" and not on_gpu):
             continue
         if page.name != "README.md":
             namespace |= given(pruned, tiny_llama.calibration)

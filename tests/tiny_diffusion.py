@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make(kind: str) -> nn.Module:
+def make(kind: str) -> Any:
     """The model in bfloat16, but for layers that its class keeps in float32."""
     import diffusers
 

@@ -259,13 +259,19 @@ def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]
     return MackoWeight
 
 
-def not_dense12(weight: Tensor, device: torch.device, tokens: int | None = None) -> str:
-    """Why a dense weight would not gain on this device as dense12, for so many tokens at once, or nothing."""
+def not_dense12(weight: Tensor, device: torch.device | None, tokens: int | None = None) -> str:
+    """Why a dense weight would not gain on this device as dense12, for so many tokens at once, or nothing.
+
+    Args:
+        device: None for a GPU that the weight is yet to move to.
+    """
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda")
     if weight.dtype not in Dense12Weight.dtypes:
         return f"dense12 is for bfloat16 and float16, it is {str(weight.dtype).removeprefix('torch.')}"
-    if device.type != "cuda" or _library.slab_kernels(device)[0] == "none":
+    if device is not None and (device.type != "cuda" or _library.slab_kernels(device)[0] == "none"):
         return f"dense12 is for GPUs of compute capability 8.0 and newer, it is on {device}"
-    if not gains_by_slabs(device, Dense12Weight.format, tokens):
+    if device is not None and not gains_by_slabs(device, Dense12Weight.format, tokens):
         many = f"{tokens} tokens" if tokens else "a token"
         return f"dense12 is slower than dense on {torch.cuda.get_device_name(device)} by count, {many} at once"
     if weight.numel() < DENSE12_WEIGHTS:

@@ -18,9 +18,15 @@ _DUE = {
     "transformers.quantizers.auto": ("macko.integrations.transformers", "MackoConfig, and loading packed folders"),
     "transformers.modeling_utils": ("macko.integrations.saving", "save_pretrained of models with sparse layers"),
     "accelerate.utils.modeling": ("macko.integrations.accelerate", "a device_map for a model with sparse layers"),
+    "accelerate.big_modeling": ("macko.integrations.offload", "saying which offload a packed model is not ready for"),
+    "diffusers.hooks.group_offloading": (
+        "macko.integrations.diffusers_hooks",
+        "saying which offload or cast a packed model is not ready for",
+    ),
+    "diffusers.quantizers.auto": ("macko.integrations.diffusers", "MackoConfig in diffusers"),
     "diffusers.models.modeling_utils": (
         "macko.integrations.diffusers_models",
-        "saying what diffusers cannot do with packed layers, as layerwise casting",
+        "save_pretrained of offloadable models, and saying where adapters and projections cannot be fused",
     ),
     "peft.utils.other": ("macko.integrations.peft", "training sparse layers that modules_to_save names"),
     **dict.fromkeys(
@@ -53,7 +59,9 @@ def _register(name: str) -> None:
     library = name.partition(".")[0]
     integration, lost = _DUE[name]
     try:
-        if library == "accelerate" or _is_supported(getattr(sys.modules.get("transformers"), "__version__", "0")):
+        if library in ("accelerate", "diffusers") or _is_supported(
+            getattr(sys.modules.get("transformers"), "__version__", "0")
+        ):
             importlib.import_module(integration)
     except Exception as error:
         version = getattr(sys.modules[library], "__version__", "(unknown version)")

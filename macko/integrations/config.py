@@ -13,6 +13,12 @@ from ..nn.find import IGNORED
 from ..weights import codes, takes_any_weight
 
 
+class _Method(str):
+    """quant_method, a string for transformers, and for diffusers something that has a value."""
+
+    value = property(str)
+
+
 class Settings:
     """The options of every engine's config, which builds on this and adds its own.
 
@@ -44,7 +50,7 @@ class Settings:
         self.ignore: list[Any] = list(ignore) if several else [ignore]
         if not all(isinstance(name, str) for name in self.ignore):
             raise ValueError(f"ignore is {ignore!r}, expected names")
-        self.quant_method = "macko"  # as config.json has it
+        self.quant_method = _Method("macko")  # as config.json has it
         self.format, self.version, self.values, self.pattern = format, version, values, pattern
         self.layers = {} if layers is None else layers
         self.min_sparsity = least_sparsity(self.options, min_sparsity)

@@ -1,41 +1,24 @@
 """diffusers: what its models do with weights is right for packed layers, or refused before anything has changed.
 
-Without this layerwise casting would round the layers before the first packed one, and fuse_qkv_projections put dense
-layers beside packed ones.
+fuse_qkv_projections would put dense layers beside packed ones.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from diffusers.hooks import layerwise_casting
 from diffusers.models.modeling_utils import ModelMixin
-from torch import nn
 
+from ..files import quant_method
 from ..nn.linear import SparseLinear
+from ..nn.offload import as_in_files
 from . import wrap
-
-
-def _packed_layer(model: nn.Module) -> str | None:
-    """The name of a packed layer in the model, or None; "" where it is one itself."""
-    return next((name for name, module in model.named_modules() if isinstance(module, SparseLinear)), None)
-
-
-def _not_cast(apply: Any) -> Any:
-    def apply_layerwise_casting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("_prefix") and (name := _packed_layer(module)) is not None:
-            raise ValueError(
-                f"enable_layerwise_casting: {name or 'the layer'} is packed by macko, and its bytes are no numbers to "
-                "cast; nothing has been cast. Cast a model that is not packed, or leave it packed as it is"
-            )
-        return apply(module, *args, **kwargs)
-
-    return apply_layerwise_casting
+from .diffusers_hooks import packed_layer
 
 
 def _not_fused(fuse: Any) -> Any:
     def fuse_qkv_projections(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (name := _packed_layer(self)) is not None:
+        if (name := packed_layer(self)) is not None:
             raise ValueError(
                 f"fuse_qkv_projections: {name} is packed by macko, and would get a dense layer beside it: fuse the "
                 "projections first, then pack the model"
@@ -59,6 +42,26 @@ def _where_sums_are_held(fuse: Any) -> Any:
     return fuse_lora
 
 
+def _as_in_files(save: Any) -> Any:
+    """The files of a model that is not packed, whoever packed it: they say nothing of how it was read."""
+
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        quantizer, config = vars(self).get("hf_quantizer"), self._internal_dict
+        own = quantizer is not None and quant_method(quantizer.quantization_config) == "macko"
+        if own:
+            del self.hf_quantizer
+            noted = ("quantization_config", "_pre_quantization_dtype")
+            self._internal_dict = type(config)({key: value for key, value in config.items() if key not in noted})
+        try:
+            with as_in_files():
+                return save(self, *args, **kwargs)
+        finally:
+            if own:
+                self.hf_quantizer, self._internal_dict = quantizer, config
+
+    return save_pretrained
+
+
 def _guard(model_class: type) -> None:
     """Methods that models define each by itself, or have of a mixin."""
     for name, around in (("fuse_qkv_projections", _not_fused), ("fuse_lora", _where_sums_are_held)):
@@ -71,7 +74,7 @@ def _guard_new(cls: type, **kwargs: Any) -> None:
     _guard(cls)
 
 
-wrap(layerwise_casting, "_apply_layerwise_casting", _not_cast)
+wrap(ModelMixin, "save_pretrained", _as_in_files)
 for known in ModelMixin.__subclasses__():
     _guard(known)
 ModelMixin.__init_subclass__ = classmethod(_guard_new)  # type: ignore[assignment, method-assign]

@@ -35,6 +35,7 @@ from ..weights import SLIDE_PATTERNS, Dense12Weight, PackedWeight, straddling
 from .find import Filter, FoundLinear, check_model, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported, with_hooks
 from .merge import merge_
+from .offload import offloadable_
 from .report import LayerReport, Report
 
 #: Layers under this sparsity stay dense: with 2-bit gaps three quarters of the values take 0.84 of the dense bytes. One
@@ -131,8 +132,12 @@ def _as_now(format: str, values: str, old: dict[str, Any]) -> tuple[str, str]:
     return format, values
 
 
+#: Names of what compress_ packs of a pipeline begin so.
+_COMPONENTS = ("transformer", "unet", "text_encoder")
+
+
 def compress_(
-    model: nn.Module,
+    model: Any,
     *,
     ignore: Iterable[str] = (),
     filter_fn: Filter | None = None,
@@ -142,7 +147,8 @@ def compress_(
     merge: bool | None = None,
     copy_tied: bool = False,
     values: str = "exact",
-) -> Report:
+    offload: bool = False,
+) -> Any:
     """Holds the weights of a model's linear layers in fewer bytes, in place, zeros or none; lossless by default.
 
     Layers that hold enough zeros are packed as sparsify_ packs them, if that takes fewer bytes than 1.5 a weight. All
@@ -155,31 +161,47 @@ def compress_(
     hold enough zeros, else dense8.
 
     Args:
-        model, filter_fn, device, progress, merge: as in sparsify_.
+        model: any module that holds nn.Linear, or a pipeline of diffusers: its transformers or UNet, and its text
+            encoders, one by one.
+        filter_fn, device, progress, merge: as in sparsify_.
         ignore: layers to leave, as in sparsify_; none by default.
         tokens: as in sparsify_; dense12 is taken where it gains for so many.
         copy_tied: whether a layer that shares its weight with an nn.Embedding gets a copy of it as dense12. The
             embedding looks up single rows of the dense weight, the layer reads all of its own: so a token reads half a
             byte a weight less, and memory holds one and a half more. Training the embedding does not change the copy.
         values: "exact", "fp8" or "int8".
+        offload: whether an offloader is to move the layers (macko.offloadable_): nothing is merged, and what is on the
+            CPU is held in dense12 too.
 
     Returns:
         A Report: of a dense12 layer its note says what share of its weights is listed; a copy's bytes are with the
-        dense weight's.
+        dense weight's. Of a pipeline one of each component, by name.
 
     Raises:
-        TypeError, ValueError: as sparsify_, and for other values.
+        TypeError, ValueError: as sparsify_, and for other values; components of a pipeline before that stay packed.
     """
+    options_of_all = {key: value for key, value in locals().items() if key != "model"}
+    if not isinstance(model, nn.Module) and isinstance(parts := getattr(model, "components", None), dict):
+        found = {name: part for name, part in parts.items() if name.startswith(_COMPONENTS)}
+        modules = {name: part for name, part in found.items() if isinstance(part, nn.Module)}
+        if not modules:
+            raise ValueError(f"compress_: the {type(model).__name__} has no {', '.join(_COMPONENTS)} to pack")
+        return {name: compress_(part, **options_of_all) for name, part in modules.items()}
     if values not in (known := [name for name in VALUES if name != "raw"]):
         raise ValueError(f"values is {values!r}, expected one of {', '.join(known)}")
     if copy_tied and values != "exact":
         raise ValueError(f'copy_tied is of values="exact", values is {values!r}')
+    if merge and offload:
+        raise ValueError("merge is of models that are not offloaded: leave it out, or offload")
     _refuse_one_layer(model, "compress_")
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     options = Options(tokens=tokens, values=values)
-    convert = partial(_compress_layer, options=options, embedded=embedded, copy_tied=copy_tied)
+    convert = partial(_compress_layer, options=options, embedded=embedded, copy_tied=copy_tied, offload=offload)
+    merge = False if offload else merge
     report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
     warn_if_unchanged(report, "compress_")
+    if offload:
+        offloadable_(model)
     return report
 
 
@@ -299,6 +321,7 @@ def _compress_layer(
     tied: dict[int, list[str]],
     embedded: set[int],
     copy_tied: bool,
+    offload: bool = False,
 ) -> tuple[LayerReport, SparseLinear | None]:
     """What convert_layer gives where that takes fewer bytes than dense12; else dense12 where it gains.
 
@@ -316,7 +339,7 @@ def _compress_layer(
     target, copied = device or weight.device, id(weight) in tied and id(weight) in embedded
     if layer.left_out or _why_not(weight, layer.name, options, target, {} if copied else tied):
         return row, None
-    if reason := not_dense12(weight, target, options.layout_tokens):
+    if reason := not_dense12(weight, None if offload and target.type == "cpu" else target, options.layout_tokens):
         row.reason = row.reason and reason
         return row, sparse
     if copied and not copy_tied:

@@ -199,7 +199,7 @@ class LazyWeight(Tensor):
         return func(*tree_map(_opened, args), **tree_map(_opened, kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What C++ asks of it, behind __torch_function__."""
@@ -393,7 +393,11 @@ class SparseLinear(nn.Linear):
 
     @property
     def _view(self) -> PackedWeight:
-        return self._format(**self._buffers, **self._sizes)  # type: ignore[arg-type]
+        return self._format(**self._held(), **self._sizes)  # type: ignore[arg-type]
+
+    def _held(self) -> dict[str, Any]:
+        """The packed tensors by name."""
+        return self._buffers
 
     @property
     def format(self) -> str:
@@ -445,7 +449,7 @@ class SparseLinear(nn.Linear):
         """
         if self._copied is not None and not torch.compiler.is_compiling():
             self._check_content()
-        tensors, parameters = list(self._buffers.values()), self._parameters
+        tensors, parameters = list(self._held().values()), self._parameters
         # Less 0.4 us of nn.Module; FSDP and parametrizations take it out of there.
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if (dtype := autocast_dtype(input)) is None:
@@ -463,7 +467,7 @@ class SparseLinear(nn.Linear):
             self._check_content()
         if not self._format.gives_parts(input, part_rows):
             return slices(self.forward(input), part_rows)
-        tensors = list(self._buffers.values())
+        tensors = list(self._held().values())
         if (dtype := autocast_dtype(input)) is None:
             try:
                 return torch.ops.macko.linear_parts(input, tensors, self._header, part_rows)
@@ -571,7 +575,7 @@ class SparseLinear(nn.Linear):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint, which looks up each name of a state_dict: those that are no buffers now."""
-        hidden = [name for name in vars(_SAVED) if name not in self._buffers]
+        hidden = [name for name in vars(_SAVED) if name not in self._held()]
         return dict.fromkeys(hidden, "_saved")
 
     @property

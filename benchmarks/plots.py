@@ -1,219 +1,325 @@
-"""The plots of docs, from the lines under benchmarks/results: benchmarks.report draws them."""
+"""The plots of docs, from the lines under benchmarks/results: benchmarks.report draws them.
+
+A plot has one message, its title. A side has one colour everywhere, from those that print and colour blindness leave
+apart (Okabe and Ito's). A line joins points of one run only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
 
 from benchmarks import EIGHT, records
-from benchmarks.records import H200, ROOT, Line, Lines, geomean, show, wide
+from benchmarks.records import H200, ROOT, Line, Lines, geomean, wide
 
 IMAGES = ROOT / "docs" / "images"
 matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "macko"
+matplotlib.rcParams |= {
+    "svg.hashsalt": "macko", "font.size": 9, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.titlepad": 10,
+    "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.labelsize": 9, "lines.marker": "o", "lines.markersize": 4,
+}  # fmt: skip
+#: By how a label begins; the first that fits.
+COLOURS = {
+    "dense12": "#c07a00",
+    "dense": "#767676",
+    "sparse11": "#004f8a",
+    "sparse8": "#b8558c",
+    "tile": "#2a94d6",
+    "macko, float16": "#2a94d6",
+    "macko, fp8": "#b8558c",
+    "macko": "#004f8a",
+    "sell, chained": "#004d38",
+    "sell without": "#9ad6c2",
+    "sell": "#009e73",
+    "canonical": "#6a51a3",
+    "bitmap": "#c07a00",
+    "EC": "#b8558c",
+    "cuSPARSE": "#d55e00",
+    "floor": "#767676",
+    "fp8 of torch, tokens": "#8c3d00",
+    "fp8": "#d55e00",
+    "int4": "#000000",
+    "2:4 over bfloat16": "#767676",
+    "2:4 over torch": "#d55e00",
+    "2:4": "#004f8a",
+    "4:6": "#009e73",
+    "6:8": "#b8558c",
+    "wanda": "#2a94d6",
+    "sparsegpt, auto": "#b8558c",
+    "sparsegpt, fitted": "#004f8a",
+    "sparsegpt": "#009e73",
+    "rounded to": "#d55e00",
+    "rounded by": "#000000",
+}
 
 
-def save(figure: Any, name: str) -> None:
+def colour(label: str) -> str:
+    return next(found for name, found in COLOURS.items() if label.startswith(name))
+
+
+def save(figure: Any, name: str, title: str) -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
+    figure.suptitle(title, x=0, ha="left", fontsize=11, fontweight="bold")
     figure.tight_layout()
     # No date and fixed ids: the same lines give the same file.
-    figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
+    figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
     plt.close(figure)
 
 
-def curves(axis: Any, lines: Lines, by: str, x: str = "tokens", **style: Any) -> None:
-    """A curve a name that the template `by` gives: the geometric mean of the speed-ups, by the field x."""
-    for label in dict.fromkeys(show(by, line) for line in lines):
-        found: dict[Any, list[float]] = {}
-        for line in lines:
-            if show(by, line) == label:
-                found.setdefault(line[x], []).append(line["gain"])
-        means = [geomean(found[at]) for at in sorted(found)]
-        axis.plot(sorted(found), means, **{"marker": "o", "markersize": 3, "label": label} | style)
+def curve(axis: Any, label: str, lines: Lines, x: str = "tokens", y: str = "gain") -> None:
+    """The geometric means of y by x; those of a run are joined, the longest first, where no other run's line is."""
+    means = {at: geomean(line[y] for line in lines if line[x] == at) for at in sorted({line[x] for line in lines})}
+    axis.plot([*means], [*means.values()], "o", label=label, color=colour(label))
+    runs: dict[Any, set[float]] = {}
+    for line in lines:
+        runs.setdefault((line["commit"], line.get("mode")), set()).add(line[x])
+    free = {*means}
+    for run in sorted(runs.values(), key=len, reverse=True):
+        if {at for at in means if min(run) <= at <= max(run)} <= free:
+            axis.plot(sorted(run), [means[at] for at in sorted(run)], marker="", color=colour(label))
+            free -= {at for at in means if min(run) <= at <= max(run)}
 
 
-def frame(axis: Any, x: str, y: str = "", log: str = "", ticks: Sequence[float] = (), legend: int = 8) -> None:
-    """What plots of speed-ups have besides curves."""
-    axis.axhline(1, color="black", linewidth=0.8)
+def frame(axis: Any, x: str, y: str = "", log: str = "", named: bool = True) -> None:
+    """What plots of speed-ups have besides curves: plain numbers, dense's line, and names at the ends of curves."""
+    axis.axhline(1, color=COLOURS["dense"], linewidth=1.5, marker="", zorder=1)
     for scale in log:
         getattr(axis, f"set_{scale}scale")("log", base=2)
-    if ticks:
-        axis.set_yticks(ticks, [f"{tick}x" for tick in ticks])
-    axis.set(xlabel=x, **{"ylabel": y} if y else {})
-    axis.grid(alpha=0.3)
-    if legend:
-        axis.legend(fontsize=legend)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_major_formatter("{x:g}x")
+    axis.set(xlabel=x, ylabel=y)
+    if named:
+        name_ends(axis)
+
+
+def name_ends(axis: Any) -> None:
+    """A curve's label right of its last point, moved up where it would cover the one below."""
+    to_axes = axis.transData + axis.transAxes.inverted()
+    named = [line for line in axis.get_lines() if not line.get_label().startswith("_")]
+    ends = sorted((max(map(tuple, to_axes.transform(line.get_xydata())))[1], line.get_label()) for line in named)
+    under = -1.0
+    for height, label in ends:
+        under = max(height, under + 14 / axis.get_window_extent().height)
+        axis.annotate(label, (1.02, under), xycoords="axes fraction", va="center", color=colour(label))
+
+
+def named_beside(axis: Any) -> None:
+    """A legend right of the axes."""
+    axis.legend(loc="center left", bbox_to_anchor=(1.04, 0.5), frameon=False)
+
+
+def bars(axis: Any, groups: dict[str, dict[str, float]], form: str) -> None:
+    """A group of bars a name, each with its value in `form` above it."""
+    sides = [*dict.fromkeys(side for group in groups.values() for side in group)]
+    width = 0.84 / len(sides)
+    for index, side in enumerate(sides):
+        of = {at + index * width: group[side] for at, group in enumerate(groups.values()) if side in group}
+        drawn = axis.bar([*of], [*of.values()], width, label=side, color=colour(side), edgecolor="white")
+        axis.bar_label(drawn, fmt=form, fontsize=7, padding=1)
+    axis.set_xticks([at + width * (len(sides) - 1) / 2 for at in range(len(groups))], [*groups])
+    axis.grid(False, axis="x")
+
+
+def tokens_of(tokens: Any, what: str = "token") -> str:
+    return f"{tokens} {what}{'s' * (int(tokens) != 1)}"
 
 
 def plot_tokens() -> None:
-    figure, axis = plt.subplots(figsize=(7, 4))
-    for density, colour in ((0.5, "tab:blue"), (0.3, "tab:orange")):
-        for name, dashes in (("tile", "-"), ("sell", "--")):
-            lines = [line for line in records.eight_shapes() if (line["kernel"], line["density"]) == (name, density)]
-            curves(axis, lines, "{kernel}, density {density}", linestyle=dashes, color=colour)
-    axis.set(xlim=(0.9, 4600), ylim=(0.2, 4.4))
-    frame(axis, "tokens", "speed-up over dense float16", "xy", [0.25, 0.5, 1, 2, 4])
-    save(figure, "spmm_tokens")
+    figure, axis = plt.subplots(figsize=(7, 3.4))
+    lines = [line for line in records.eight_shapes() if line["density"] == 0.5]
+    whole = {x["tokens"] for x in records.tokens_of(lines) if x.get("tile 50% n") in (4, 8)}
+    for name in ("tile", "sell"):
+        curve(axis, name, [line for line in lines if line["kernel"] == name and line["tokens"] in whole])
+    frame(axis, "tokens", "speed-up over dense float16", "xy")
+    save(figure, "spmm_tokens", "Half zeros: sell is for a token or two, tile for up to 128")
+
+
+#: Kernels of records.RIVALS that are drawn.
+DRAWN_RIVALS = {
+    "sparse11": "sparse11, half zeros (exact)",
+    "dense12": "dense12 (exact)",
+    "sparse8_fp8": "sparse8, half zeros, fp8",
+    "fp8": "fp8 of torch, tokens rounded before",
+    "fp8_quant": "fp8 of torch",
+    "int4": "int4 of torch",
+}
 
 
 def plot_rivals() -> None:
-    figure, axis = plt.subplots(figsize=(7, 4))
-    for row in (row for row in records.rivals() if not row["kernel"].endswith("_alone")):
-        means = {int(n): row[f"{n} gain"] for n in sorted(row["@"], key=int)}
-        dashes = "-" if "exact" in row["label"] else "--"
-        axis.plot([*means], [*means.values()], dashes, marker="o", markersize=3, label=row["label"])
-    frame(axis, "tokens", "speed-up over dense bfloat16", "xy", legend=7)
-    save(figure, "rivals")
+    figure, axis = plt.subplots(figsize=(8, 3.4))
+    rows = {row["kernel"]: row for row in records.rivals()}
+    groups = {
+        tokens_of(n): {label: rows[name][f"{n} gain"] for name, label in DRAWN_RIVALS.items()}
+        for n in sorted(rows["sparse11"]["@"], key=int)
+    }
+    bars(axis, groups, "{:.1f}")
+    frame(axis, "", "speed-up over dense bfloat16", named=False)
+    axis.set_xticks(axis.get_xticks(), [*groups])
+    named_beside(axis)
+    save(figure, "rivals", "Half zeros, not a bit lost: as fast as fp8 up to 16 tokens")
+
+
+#: As what plot_bench draws records.STORED.
+STORED_LABELS = ("macko, bfloat16", "macko, float16", "macko, fp8 (rounds)")
+DRAWN_STORED = dict(zip(records.STORED.values(), STORED_LABELS, strict=True))
 
 
 def plot_bench() -> None:
     """Tokens a second of each sequence, and memory: dense and half sparse, each as it is stored by default."""
-    pairs = wide(records.bench_pairs(what="decode"), "{size}", "{stored}")
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
-    for axis, label, field, value in (
-        (axes[0], "tokens a second of a sequence", "ms", lambda ms: 1000 / ms),
-        (axes[1], "peak GPU memory, GB", "peak_bytes", lambda size: size / 1e9),
+    pairs = records.bench_pairs(what="decode")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
+    for axis, title, field, form, value in (
+        (axes[0], "tokens a second, each sequence", "ms", "{:.0f}", lambda ms: 1000 / ms),
+        (axes[1], "peak GPU memory, GB", "peak_bytes", "{:.1f}", lambda size: size / 1e9),
     ):
-        for index, side in enumerate(("dense", *records.STORED.values())):
-            key = f"{records.STORED['bfloat16', None]} dense_{field}" if not index else f"{side} {field}"
-            bars = {at + (index - 1.5) * 0.2: value(of[key]) for at, of in enumerate(pairs) if key in of}
-            axis.bar([*bars], [*bars.values()], 0.2, label=side.replace("`", ""))
-        sizes = [of["size"] for of in pairs]
-        axis.set_xticks(range(len(pairs)), [f"{size} sequence{'s' if size > 1 else ''}" for size in sizes])
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3, axis="y")
-    axes[1].set_ylim(0, axes[1].get_ylim()[1] * 1.25)  # space for the legend
-    axes[1].legend(fontsize=8, loc="upper left", ncols=2)
-    save(figure, "llama")
-
-
-def break_even(points: list[tuple[float, float]]) -> str:
-    """The density at which the speed-up falls through 1, between two measured ones."""
-    for (d0, s0), (d1, s1) in pairwise(points):
-        if s0 >= 1 > s1:
-            return f"{d0 + (d1 - d0) * (s0 - 1) / (s0 - s1):.2f}"
-    return f"above {points[-1][0]:.2f}" if points[-1][1] >= 1 else f"below {points[0][0]:.2f}"
+        groups: dict[str, dict[str, float]] = {}
+        for line in pairs:
+            group = groups.setdefault(tokens_of(line["size"], "sequence"), {"dense": value(line[f"dense_{field}"])})
+            group[DRAWN_STORED[line["stored"]]] = value(line[field])
+        bars(axis, groups, form)
+        axis.set_title(title)
+    named_beside(axes[1])
+    save(figure, "llama", "Llama-2-7B, half of the weights zero: more tokens a second, less memory")
 
 
 #: What to call each kernel, in the order of plots.
 LABELS = {
-    "sell": "sell",
     "sell_chain": "sell, chained launches",
-    "sell_cp_async": "sell without bulk copies",
+    "sell": "sell",
     "macko": "canonical format",
     "cusparse": "cuSPARSE CSR",
 }
 
 
 def plot_densities() -> None:
-    """By density, of the shapes with five of them or more; and how near the floor each problem is."""
-    found: dict[Any, list[tuple[float, float]]] = {}
-    lines = records.spmv(mask="uniform", dtype="float16")
-    for line in (line for line in lines if "gain" in line):
-        found.setdefault((line["matrix"], line["kernel"]), []).append((line["density"], line["gain"]))
-    shapes = [shape for shape in EIGHT if len(found[shape, "sell"]) >= 5]
-    figure, axes = plt.subplots(1, len(shapes), figsize=(5.5 * len(shapes), 4), sharey=True, squeeze=False)
-    for axis, shape in zip(axes[0], shapes, strict=True):
+    """By density, of the shapes with five of them or more."""
+    lines = [line for line in records.spmv(mask="uniform", dtype="float16") if "gain" in line]
+    shapes = [shape for shape in EIGHT if len({x["density"] for x in lines if x["matrix"] == shape}) >= 5]
+    figure, axes = plt.subplots(1, len(shapes), figsize=(4 * len(shapes), 3.6), sharey=True)
+    for axis, shape in zip(axes, shapes, strict=True):
         for name, label in LABELS.items():
-            points = sorted(found.get((shape, name), []))
-            if len(points) >= 5:
-                even = f"{label}, break-even {break_even(points)}"
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=even)
+            curve(axis, label, [x for x in lines if (x["matrix"], x["kernel"]) == (shape, name)], "density")
         axis.set_title("{} x {}".format(*shape))
-        frame(axis, "density", log="y", ticks=[0.25, 0.5, 1, 2, 4, 8])
-    axes[0][0].set_ylabel("speed-up over dense float16")
-    save(figure, "spmv_density")
+        frame(axis, "density", log="y", named=axis is axes[-1])
+    axes[0].set_ylabel("one token: speed-up over dense float16")
+    save(figure, "spmv_density", "sell beats dense at every density, cuSPARSE only where few weights are left")
 
-    figure, axis = plt.subplots(figsize=(7, 4))
-    for name in ("sell", "sell_chain", "sell_cp_async"):
+
+def plot_formats() -> None:
+    """Bytes by density, of a uniform mask."""
+    labels = {"bitmap": "bitmap", "macko": "canonical", "EC smallest": "EC smallest", "sell": "sell", "tile": "tile",
+              "floor": "floor (entropy)"}  # fmt: skip
+    figure, axis = plt.subplots(figsize=(7, 3.6))
+    for name, label in labels.items():
+        lines = [x for x in records.formats(mask="uniform", rows=4096) if x["format"] == name]
+        curve(axis, label, lines, "density", "bytes_a_nonzero")
+    axis.invert_xaxis()
+    axis.set(xlabel="density", ylabel="bytes a non-zero")
+    name_ends(axis)
+    save(figure, "formats", "The bitmap is smallest down to density 0.3, EC at 0.1")
+
+
+def plot_floor() -> None:
+    """How near the roofline each problem is."""
+    lines = records.spmv(mask="uniform", dtype="float16", floor_us=...)
+    figure, axis = plt.subplots(figsize=(7, 3.4))
+    for name, label in (*[*LABELS.items()][:2], ("sell_cp_async", "sell without bulk copies")):
         near = [(x["bytes"] / 1e6, x["floor_us"] / x["median_us"]) for x in lines if x["kernel"] == name]
-        axis.scatter([x for x, _ in near], [y for _, y in near], s=12, label=LABELS[name])
+        axis.plot(*zip(*near, strict=True), "o", label=label, color=colour(label))
     axis.set_xscale("log")
-    axis.set(ylim=(0, 1.05), xlabel="MB read", ylabel="share of the floor")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    save(figure, "spmv_floor")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+    axis.set(ylim=(0, 1.1), xlabel="MB read", ylabel="share of the roofline")
+    named_beside(axis)
+    save(figure, "spmv_floor", "Large matrices are read at nearly the memory's full speed")
+
+
+#: Sides of records.slide_pairs that are drawn.
+DRAWN_PAIRS = {
+    "torch / 2:4": "2:4 over torch's dense",
+    "bf16 / 2:4": "2:4 over bfloat16",
+    "dense / 2:4": "2:4 over dense",
+    "dense / 4:6": "4:6 over dense",
+    "dense / 6:8": "6:8 over dense",
+}
 
 
 def plot_slide() -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    colours = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:grey")
+    """At rest up to 512 tokens, under load above them."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
     for axis, name in zip(axes, ("int8", "fp8"), strict=True):
-        lines = records.slide_pairs(name)
-        for pair, colour in zip(records.SLIDE_SIDES, colours, strict=True):
-            for mode, dashes in (("burst", "--"), ("sustained", "-")):
-                of = [line for line in lines if (line["pair"], line["mode"]) == (pair, mode)]
-                curves(axis, of, "{pair}", linestyle=dashes, color=colour,
-                       label=pair if mode == "burst" else None)  # fmt: skip
-        axis.set_title(f"{name}: dashed burst, solid under load")
-        frame(axis, "tokens", log="x", legend=0)
-    axes[0].set_ylabel("time of the first over the second")
-    axes[0].legend(fontsize=8)
-    save(figure, "slide_tokens")
+        lines = [x for x in records.slide_pairs(name) if (x["mode"] == "burst") == (x["tokens"] <= 512)]
+        for pair, label in DRAWN_PAIRS.items():
+            curve(axis, label, [line for line in lines if line["pair"] == pair])
+        axis.set_title(name)
+        frame(axis, "tokens (to 512 at rest, from 2048 on under load)", log="x")
+    axes[0].set_ylabel("speed-up")
+    save(figure, "slide_tokens", "2:4 is faster than dense at any number of tokens; 4:6 and 6:8 hardly are")
+
+
+#: Sides of records.engines that are drawn, in bfloat16.
+DRAWN_SIDES = {
+    "macko, bfloat16": "macko, half zeros (exact)",
+    "macko dense12, bfloat16": "dense12 (exact)",
+    "fp8 W8A8, bfloat16": "fp8 W8A8",
+    "int4, by Marlin, bfloat16": "int4, by Marlin",
+}
 
 
 def plot_engines() -> None:
-    """Times as fast as dense against the batch, on one GPU, without and with vLLM's compile."""
-    figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.4), sharey=True)
-    for panel, compiled in zip(panels, (False, True), strict=True):
-        lines = [line for line in records.engines(H200, what="decode", compiled=compiled) if "faster" in line]
-        for side in dict.fromkeys(line["side"] for line in lines):
-            points = sorted((line["batch"], line["faster"]) for line in lines if line["side"] == side)
-            panel.plot(*zip(*points, strict=True), marker="o", label=side)
-        panel.axhline(1, color="black", linewidth=1)
-        panel.legend(fontsize=7)
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel("sequences at once")
-        panel.set_title("compiled" if compiled else "CUDA graphs, not compiled", fontsize=10)
-    panels[0].set_ylabel("speed over dense")
-    save(figure, "engines")
+    """Times as fast as dense against the batch: the last run."""
+    figure, axis = plt.subplots(figsize=(7, 3.4))
+    lines = [x for x in records.engines(H200, what="decode", compiled=True) if x["side"] in DRAWN_SIDES]
+    lines = [line for line in lines if line["commit"] == records.vllm(H200)[-1]["commit"]]
+    for side, label in DRAWN_SIDES.items():
+        curve(axis, label, [line for line in lines if line["side"] == side], "batch")
+    frame(axis, "sequences at once", "speed-up over dense bfloat16", "x")
+    by = wide(lines, "{batch}", "{side}")
+    most = max(x["batch"] for x in by if x["macko, bfloat16 gain"] > x["fp8 W8A8, bfloat16 gain"])
+    save(figure, "engines", f"In vLLM half zeros are faster than fp8 up to {most} sequences, and exact")
 
 
-#: What the plane shows of what was pruned and not rounded, with a marker each.
-DRAWN = {"magnitude": "v", "wanda": "^", "sparsegpt": "o", records.BLOCK: "*", "sparsegpt, auto, fitted by block": "P"}
+#: What the plane shows, and its markers: what was pruned and not rounded first.
+MARKERS = {
+    "wanda": "^",
+    "sparsegpt": "o",
+    records.BLOCK: "*",
+    "sparsegpt, auto, fitted": "P",
+    "rounded to nearest": "D",
+    "rounded by GPTQ": "s",
+}
 
 
-def kind_of(line: Line) -> tuple[str, str]:
-    """What a line of quality is drawn as, and its marker; "" where it is not."""
-    if not line["rounding"]:
-        return (line["name"], DRAWN.get(line["name"], "o")) if line["name"] in ("dense", *DRAWN) else ("", "")
-    if line["sparsity"] or line["pattern"]:
-        return ("pruned, fitted and rounded", "X") if line["reconstruct"] else ("pruned and rounded at once", "x")
-    kinds = {"nearest": ("rounded to nearest", "D"), "at once": ("GPTQ", "s")}
-    return kinds.get(line["rounding"], ("rounded, fitted by block", "p"))
+def kind_of(line: Line) -> str:
+    """What a line of quality is drawn as; no key of MARKERS where it is not."""
+    if not line["rounding"] or line["sparsity"]:
+        return str(line["name"])
+    return {"nearest": "rounded to nearest", "at once": "rounded by GPTQ"}[line["rounding"]]
 
 
 def plot_quality() -> None:
-    """Quality lost against bytes a weight; as large as it is fast, where that was measured in bfloat16."""
-    decoding = records.bench(what="decode", batch=1, dtype="bfloat16", values=None, compile="default")
-    speeds, least = {line["sparsity"]: 1000 / line["ms"] for line in decoding}, 1e-4  # what loses less is drawn there
-    figure, axis = plt.subplots(figsize=(9, 5.5))
-    drawn: dict[tuple[str, str], Lines] = {}
-    for line in records.quality():
-        if not line["seed"] and kind_of(line)[0]:
-            drawn.setdefault(kind_of(line), []).append(line)
-    for (kind, marker), lines in drawn.items():
-        points = [(line["bytes"], max(least, records.lost(line))) for line in lines]
-        known = [not line["rounding"] and not line["pattern"] and speeds.get(line["sparsity"] or 0.0) for line in lines]
-        sizes = [0.4 * speed if speed else 25 for speed in known]
-        axis.scatter([x for x, _ in points], [y for _, y in points], s=sizes, marker=marker, alpha=0.8, label=kind)
-        for line, at in zip(lines, points, strict=True):
-            text = f"{line['name'].split()[-1] if line['rounding'] else ''} {line['zeros']}".strip()
-            axis.annotate(text, at, xytext=(5, 3), textcoords="offset points", fontsize=6)
+    """Quality lost against bytes a weight."""
+    least = 1e-4  # what loses less is drawn there
+    figure, axis = plt.subplots(figsize=(7.5, 4))
+    lines = [line for line in records.first_seed(records.quality()) if not line["pattern"]]
+    for kind, marker in MARKERS.items():
+        of = [line for line in lines if kind_of(line) == kind]
+        at = [(line["bytes"], max(least, records.lost(line))) for line in of]
+        axis.plot(*zip(*at, strict=True), marker, label=kind, color=colour(kind), markersize=8)
+        for line, point in zip(of, at, strict=True):
+            text = line["name"].split()[-1] if line["rounding"] else f"{line['zeros']} zeros" * (kind == "wanda")
+            axis.annotate(text, point, (7, 0), textcoords="offset points", va="center")
     axis.set_yscale("log")
-    axis.set(xlabel="bytes a weight (left is smaller)", ylabel="perplexity over dense's, less 1 (down is better)")
-    axis.grid(alpha=0.3)
-    legend = axis.legend(fontsize=7)
-    handles: Any = legend.legend_handles
-    for handle in handles:
-        handle.set_sizes([25])
-    save(figure, "quality")
+    axis.yaxis.set_major_formatter(lambda y, _: f"{100 * y:g}%")
+    axis.set(xlabel="bytes a weight (16 bits dense: 2)", ylabel="perplexity above dense's")
+    named_beside(axis)
+    save(figure, "quality", "A fit makes pruning lose less; GPTQ int4 and 8 bits lose less still")
 
 
 def draw() -> None:
-    for plot in (plot_densities, plot_tokens, plot_rivals, plot_bench, plot_slide, plot_engines, plot_quality):
-        plot()
+    for name, plot in [*globals().items()]:
+        if name.startswith("plot_"):
+            plot()

@@ -24,6 +24,7 @@ from macko.measure.rivals import RIVALS as RIVAL_LAYERS
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = ROOT / "macko" / "choose" / "times"
 CPU, H100, H200 = (ROOT / "benchmarks" / "results" / name for name in ("cpu", "h100-80gb-hbm3", "h200"))
+FORMATS = ROOT / "benchmarks" / "results" / "formats.jsonl"
 
 Line = dict[str, Any]
 Lines = list[Line]
@@ -506,6 +507,18 @@ def ec() -> Lines:
 def ec_packing() -> Lines:
     lines = [line for line in read(H200 / "ec.jsonl", "variant", "what") if line["what"] != "spmv"]
     return wide(ranked(lines, variant=EC_VARIANTS), "{variant}", "{what}")
+
+
+def formats(**only: Any) -> Lines:
+    """Bytes of benchmarks.formats."""
+    key = ("mask", "rows", "cols", "density", "format")
+    return read(FORMATS, *key, bytes=..., **only)
+
+
+def formats_wide() -> Lines:
+    """A row a mask: the uniform one at each density, the others at 0.3, and patterns."""
+    lines = [x for x in formats() if x["mask"] == "uniform" or x["density"] == 0.3 or ":" in x["mask"]]
+    return wide(lines, "{mask} {rows}x{cols} {density}", "{format}")
 
 
 # CPUs: benchmarks.cpu, and the tables by which "auto" chooses.

@@ -447,6 +447,21 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
                 for name in ("macko avx512", "ec avx512", "ec avx2", "ec scalar", "ec_paper avx512")),
         ),
     ),
+    "formats": (
+        records.formats_wide,
+        Table(
+            "mask | shape | density | floor | bitmap | macko | sell | tile | EC paper, 4 bits | EC paper, 8 bits | EC "
+            "| EC smallest | CSR-16 | CSR-32 | slide",
+            "{mask} | {rows}x{cols} | {density:g} | " + " | ".join(
+                f"{{{name} bytes_a_nonzero:.3f}}{bits}" for name, bits in {
+                    "floor": "", "bitmap": "", "macko": " ({macko delta_bits})", "sell": " ({sell gap_bits})",
+                    "tile": "", **dict.fromkeys(("EC paper, 4 bits", "EC paper, 8 bits", "EC", "EC smallest"), ""),
+                    "CSR-16": "", "CSR-32": "", "slide": ""}.items()),
+        ),
+    ),
+    "formats packing": (
+        lambda: read(records.FORMATS, "format", what="pack"), Table("format | seconds", "{format} | {best_s:.3f}"),
+    ),
     "cpu where": (records.cpu_ran, paragraph("{cpu}, torch {torch}, commit {commits}.")),
     "cpu headline": (
         lambda: records.one_core(8192, path="avx512", dtype="bfloat16", density=0.5, format="bitmap"),

@@ -78,9 +78,7 @@ def multiply(x: Tensor, tensors: Sequence[Tensor | None], header: Sequence[int],
     return torch.ops.aten._unsafe_view(y, y.shape) if y.requires_grad and y._is_view() else y
 
 
-def linear_experts(
-    x: Tensor, tensors: Sequence[Tensor], header: Sequence[int], rows: int, ends: Tensor
-) -> Tensor:
+def linear_experts(x: Tensor, tensors: Sequence[Tensor], header: Sequence[int], rows: int, ends: Tensor) -> Tensor:
     """Of rows ends[e - 1] up to ends[e] of x the products with expert e: torch's grouped_mm with packed weights.
 
     Args:

@@ -48,7 +48,6 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
     STD_CUDA_CHECK(current_device(&device));
     const macko_experts_problem problem = {.experts = experts,
                                            .row_blocks = padded / MACKO_SLAB_ROWS,
-                                           .slabs = macko_slabs_across(m.cols),
                                            .tokens = tokens,
                                            .widest = Kind::widest(m),
                                            .sms = device.num_sms,
@@ -66,7 +65,6 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
     } else {
         x = tokens_of(x_any, tokens, m.cols);
     }
-    Tensor workspace = new_tensor(data, {plan.workspace_bytes / 2});
     STD_CUDA_CHECK(slab_experts(m,
                                 {.tokens = tokens,
                                  .experts = experts,
@@ -76,7 +74,7 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
                                  .ends = reads<int32_t>(ends),
                                  .y = y.mutable_data_ptr(),
                                  .stream = current_stream(data)},
-                                plan, workspace.mutable_data_ptr()));
+                                plan));
 #else
     refuse_bad_content<Kind>(op, m);
     int64_t begin = 0;

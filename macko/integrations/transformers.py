@@ -27,6 +27,7 @@ from ..choose.patterns import countable
 from ..choose.times import packed_share
 from ..files import Checkpoint, check_whole, join, open_tensors
 from ..nn.convert import CONVERTED, convert_weight, warn_if_unchanged
+from ..nn.experts import SparseExperts, put
 from ..nn.find import FoundLinear, find_linears, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
 from ..nn.report import LayerReport, Report
@@ -369,6 +370,9 @@ class MackoHfQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, SparseExperts):
+                put(model, name, module.to_dense().to(dtype))
         dense: dict[nn.Module, nn.Linear] = {}
         for name, module in list(model.named_modules(remove_duplicate=False)):
             if isinstance(module, SparseLinear):

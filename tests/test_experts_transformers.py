@@ -164,7 +164,8 @@ def test_models_give_the_logits_of_dense(kind: str, format: str, zeros: float) -
         model, format=format, filter_fn=lambda module, name: name.endswith("mlp.experts"), progress=False
     )
     packed = sparse_of(model)
-    assert packed and not any(is_experts(module) for module in model.modules())
+    assert packed
+    assert not any(is_experts(module) for module in model.modules())
     assert sum(row.format != "dense" for row in report) == 2 * len(packed)
     assert all(len(row.shape) == 3 and row.bytes_after < row.bytes_before for row in report if row.format != "dense")
     got = logits(model)
@@ -197,21 +198,24 @@ def test_experts_are_ignored_by_name() -> None:
     model = model_of("mixtral")
     report = macko.sparsify_(model, format="dense12", ignore=["*.layers.0.mlp.experts", "lm_head"], progress=False)
     left = [row for row in report if "ignored by '*.layers.0.mlp.experts'" in row.reason]
-    assert len(left) == 2 and len(sparse_of(model)) == 1
+    assert len(left) == 2
+    assert len(sparse_of(model)) == 1
 
 
 def test_routers_are_never_packed_with_their_experts() -> None:
     model = model_of("qwen3_moe", 0.6)
     macko.sparsify_(model, progress=False)
     gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
-    assert gates and all(type(gate.weight) is nn.Parameter for gate in gates)
+    assert gates
+    assert all(type(gate.weight) is nn.Parameter for gate in gates)
 
 
 def test_experts_in_8_bits_stay_dense_by_name() -> None:
     model = model_of("mixtral")
     report = macko.compress_(model, values="int8", progress=False)
     rows = [row for row in report if ".experts." in row.name]
-    assert len(rows) == 4 and all("experts are not rounded to 8 bits yet" in row.reason for row in rows)
+    assert len(rows) == 4
+    assert all("experts are not rounded to 8 bits yet" in row.reason for row in rows)
 
 
 @pytest.mark.parametrize(("format", "zeros"), [("dense12", 0.0), ("sparse11", 0.6)])
@@ -300,7 +304,8 @@ def test_pruned_experts_have_their_share_of_zeros_each(kind: str, method: str) -
             rows = (oriented(experts, key) != 0).sum(-1)
             assert (rows == oriented(experts, key).shape[-1] // 2).all()
     names = [row.name for row in report if ".experts.3." in row.name]
-    assert len(names) == 6 and all(name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj") for name in names)
+    assert len(names) == 6
+    assert all(name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj") for name in names)
 
 
 def test_an_expert_without_tokens_is_said() -> None:
@@ -320,3 +325,72 @@ def test_an_expert_alone_is_calibrated_by_its_own_tokens() -> None:
             layer.register_forward_hook(lambda m, i, o, name=name: seen.update({name: len(i[0])}))
     one(x, index, weights)
     assert seen == {f"{e}.down_proj": int((index == e).sum()) for e in range(EXPERTS)}
+
+
+# ---- Files -----------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {key: t for file in folder.glob("*.safetensors") for key, t in load_file(file).items()}
+
+
+def load(folder: Path, **options: Any) -> Any:
+    kinds = transformers.AutoModelForCausalLM
+    return kinds.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager", **options).eval()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_dense12_experts_are_saved_as_the_dense_models_files(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind)
+    model.save_pretrained(tmp_path / "dense")
+    macko.sparsify_(model, format="dense12", filter_fn=lambda module, name: name.endswith(".experts"), progress=False)
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "packed")
+    one, two = tensors_of(tmp_path / "dense"), tensors_of(tmp_path / "packed")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert sparse_of(model)  # as it was
+    loaded = load(tmp_path / "dense", quantization_config=macko.MackoConfig(format="dense12"))
+    assert len(sparse_of(loaded)) == len(sparse_of(model))
+    assert torch.equal(logits(loaded), wanted)
+    assert sum(len(row.shape) == 3 and row.format == "dense12" for row in loaded.hf_quantizer.report) == 2 * len(
+        sparse_of(loaded)
+    )
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_sparse_experts_are_saved_one_by_one_and_read_again(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind, 0.6)
+    model.save_pretrained(tmp_path / "dense")
+    read = load(tmp_path / "dense", quantization_config=macko.MackoConfig())
+    wanted = logits(read)
+    read.save_pretrained(tmp_path / "packed")
+    keys = tensors_of(tmp_path / "packed")
+    assert any(key.endswith(".experts.3.gate_proj.values") for key in keys)
+    again = load(tmp_path / "packed")
+    assert len(sparse_of(again)) == len(sparse_of(read)) > 0
+    assert not any(isinstance(module, UnfoldedExperts) for module in (*again.modules(), *read.modules()))
+    assert torch.equal(logits(again), wanted)
+    again.save_pretrained(tmp_path / "once_more")
+    more = tensors_of(tmp_path / "once_more")
+    assert keys.keys() == more.keys()
+    assert all(torch.equal(keys[key], more[key]) for key in keys)
+
+
+def test_experts_that_lack_zeros_stay_dense_as_they_are_read(tmp_path: Path) -> None:
+    model = model_of("mixtral")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("experts.gate_up_proj"):
+                p.mul_(torch.rand(p.shape) >= 0.7)  # one projection would pay, the other would not
+    model.save_pretrained(tmp_path)
+    wanted = logits(model)
+    read = load(tmp_path, quantization_config=macko.MackoConfig(min_sparsity=0.3))
+    assert not sparse_of(read)
+    assert sum(is_experts(module) for module in read.modules()) == 2
+    assert torch.equal(logits(read), wanted)
+    rows = [row for row in read.hf_quantizer.report if ".experts." in row.name]
+    assert len(rows) == 4
+    assert all(row.format == "dense" and row.reason for row in rows)

@@ -247,6 +247,7 @@ class SparseExperts(nn.Module):
         _take_over(dense, self)
         for name in PROJECTIONS:
             dense._modules.pop(f"{name}_packed", None)
+        dense._parameters.update({name: p for name, p in self._parameters.items() if name in PROJECTIONS})
         for name in self.stacks():
             dense.register_parameter(name, nn.Parameter(getattr(self, name), requires_grad=False))
         return dense

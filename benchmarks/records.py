@@ -222,9 +222,9 @@ def pace() -> Lines:
     return wide(ranked(lines, "rows", "cols", way=ways.values()), "{way}, {pace}", "{rows} x {cols}")
 
 
-def rings() -> Lines:
-    """A few tokens by the kernel of GPUs without wgmma, on an H100."""
-    return ranked(wide(read(H100 / "rings.jsonl"), "{tokens}", "{kernel}"), "tokens")
+def rings(folder: Path = H100) -> Lines:
+    """A few tokens by the kernel of GPUs without wgmma."""
+    return ranked(wide(read(folder / "rings.jsonl"), "{tokens}", "{kernel} {dtype}"), "tokens")
 
 
 # Under load: benchmarks.load.
@@ -433,7 +433,6 @@ def shards() -> Lines:
 # Quantised and structured-sparse linears: benchmarks.slide.
 
 SLIDE_SIDES = ("dense / 2:4", "dense / 4:6", "dense / 6:8", "torch / dense", "torch / 2:4", "bf16 / 2:4")
-SLIDE_SHOWN = {(1, "burst"), (16, "burst"), (128, "burst"), (512, "burst"), (8192, "sustained")}
 
 
 def slide(**only: Any) -> Lines:
@@ -444,41 +443,20 @@ def slide(**only: Any) -> Lines:
     return newest(lines, "type", "shape", "tokens", "mode", "side")
 
 
-def slide_pairs(type: str, llama: bool = False) -> Lines:
-    """A line for each two of SLIDE_SIDES: as gain the time of the first over the second's."""
+def slide_pairs(type: str) -> Lines:
+    """Of Qwen2.5-7B a line for each two of SLIDE_SIDES: as gain the time of the first over the second's."""
     lines = wide(slide(type=type), "{mode} {tokens} {shape}", "{side}")
     pairs = [
         {**line, "pair": pair, "gain": line[f"{slow} us"] / line[f"{fast} us"]}
         for line in lines
         for pair, (slow, fast) in ((pair, pair.replace(":", "").split(" / ")) for pair in SLIDE_SIDES)
-        if f"{slow} us" in line and f"{fast} us" in line and line["shape"].startswith("llama") == llama
+        if f"{slow} us" in line and f"{fast} us" in line and not line["shape"].startswith("llama")
     ]
     return ranked(pairs, "mode", "tokens")
 
 
-def slide_gains(type: str, llama: bool = False) -> Lines:
-    return wide(slide_pairs(type, llama), "{tokens} {mode}", "{pair}", "{:.2f} ({:.2f})")
-
-
-def slide_shown() -> Lines:
-    """int8 at a few numbers of tokens."""
-    lines = [line for line in slide(type="int8") if (line["tokens"], line["mode"]) in SLIDE_SHOWN]
-    return ranked(wide(lines, "{shape} {tokens}", "{side}"), "tokens", shape=dict.fromkeys(x["shape"] for x in slide()))
-
-
-def quantiser() -> Lines:
-    """The quantiser alone; share: a kernel that only reads as many bytes, over it."""
-    lines = [line for line in read(H200 / "slide.jsonl") if "shape" not in line]
-    for line in lines:
-        line |= {"lift": line["side"].split()[1], "gbps": line["bytes"] / line["us"] / 1e3}
-        line["share"] = line["floor_us"] / line["us"]
-    return newest(lines, "type", "cols", "tokens", "lift")
-
-
-def twin() -> Lines:
-    """The dense GEMM alone beside CUTLASS's."""
-    lines = read(H200 / "slide.jsonl", mode="twin")
-    return wide([{**x, "ratio": x["cutlass_us"] / x["us"]} for x in lines], "{shape} {tokens}", "{type}")
+def slide_gains(type: str) -> Lines:
+    return wide(slide_pairs(type), "{tokens} {mode}", "{pair}", "{:.2f} ({:.2f})")
 
 
 def slide_model() -> Lines:

@@ -271,6 +271,13 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         SPARSE11,
     ),
     "h100 pace": (records.pace, Table("us | @", "{way}, {pace} | {@ median_us:.1f}")),
+    "planes core": (
+        lambda: wide(read(CPU / "planes.jsonl", "cpu_path", "step"), "{step}", "{cpu_path}"),
+        Table(
+            "step | GB/s | 7B, s | GB/s without vectors | 7B, s",
+            "{step} | {avx2 gbps:.1f} | {avx2 s_7b:.1f} | {scalar gbps:.1f} | {scalar s_7b:.1f}",
+        ),
+    ),
     "sparse11 listed": (
         records.listed,
         Table(
@@ -305,7 +312,15 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "rings": (
         records.rings,
         Table("tokens | dense12 | dense8, fp8 | tile, 4096 x 4096 alone | sparse11, 4096 x 4096 alone",
-              "{tokens} | {dense12_rings mean} | {dense8_fp8_rings mean} | {tile_rings mean} | {sparse11_rings mean}"),
+              "{tokens} | {dense12_rings bfloat16 mean} | {dense8_fp8_rings bfloat16 mean} | "
+              "{tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean}"),
+    ),
+    "rings h200 where": (lambda: read(H200 / "rings.jsonl"), WHERE),
+    "rings h200": (
+        lambda: records.rings(H200),
+        Table("tokens | tile | sparse11 | tile, float16 | sparse8, fp8, float16",
+              "{tokens} | {tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean} | {tile_rings float16 mean} | "
+              "{sparse8_fp8_rings float16 mean}"),
     ),
     "load where": (records.load, WHERE),
     "load": (records.load_tokens, load_table("tile", "sparse11", "dense12")),
@@ -388,28 +403,9 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table("rows x cols | layout | of dense bytes | @ token(s)",
               "{rows} x {cols} | {kernel} | {1 share:.2f} | {@ gain:.2f}x", none="-"),
     ),
-    "slide where": (lambda: [*records.slide(), *records.quantiser()], WHERE),
+    "slide where": (records.slide, WHERE),
     "slide int8": (lambda: records.slide_gains("int8"), SLIDE),
     "slide fp8": (lambda: records.slide_gains("fp8"), SLIDE),
-    "slide llama int8": (lambda: records.slide_gains("int8", llama=True), SLIDE),
-    "slide llama fp8": (lambda: records.slide_gains("fp8", llama=True), SLIDE),
-    "slide int8 us": (
-        records.slide_shown,
-        Table("linear | tokens | dense | 2:4 | 4:6 | 6:8 | torch | bf16",
-              "{shape} | {tokens} | {dense us:.1f} | {24 us:.1f} | {46 us:.1f} | {68 us:.1f} | {torch us:.1f} "
-              "| {bf16 us:.1f}", none="-"),
-    ),
-    "slide quantiser": (
-        records.quantiser,
-        Table("to | x | lift | us | GB/s | of floor",
-              "{type} | {tokens} x {cols} | {lift} | {us:.1f} | {gbps:.0f} | {share:.2f}"),
-    ),
-    "slide twin": (
-        records.twin,
-        Table("linear | tokens" + "".join(f" | {name} | {name}, CUTLASS | {name}, ratio" for name in ("int8", "fp8")),
-              "{shape} | {tokens}" + "".join(f" | {{{name} us:.1f}} | {{{name} cutlass_us}} | {{{name} ratio:.2f}}"
-                                             for name in ("int8", "fp8"))),
-    ),
     "slide model": (
         records.slide_model,
         Table("linears" + "".join(f" | {model}, 4 blocks, {n} tokens" for model, n in SLIDE_MODELS),

@@ -112,40 +112,19 @@ def random_weight(
     return torch.where(mask(kind, rows, cols, density, seed), w, torch.zeros((), dtype=dtype))
 
 
-def as_bitmask(w: Tensor, two_four: bool) -> dict[str, Tensor]:
-    """A weight in the words of the format, bit by bit."""
-    rows, cols = w.shape
-    bitmask = torch.zeros(rows, (cols + 7) // 8, dtype=torch.uint8)
-    values: list[Tensor] = []
-    offsets: list[int] = []
-    for row in range(rows):
-        offsets.append(len(values))
-        for col in range(cols):
-            group = w[row, col // 4 * 4 : col // 4 * 4 + 4]
-            kept = col % 4 in group.abs().topk(2).indices.tolist() if two_four else w[row, col] != 0
-            if kept:
-                bitmask[row, col // 8] |= 1 << col % 8
-                values.append(w[row, col])
-    flat = torch.stack(values)
-    if two_four:
-        return {
-            "shape": torch.tensor([[rows], [cols]]), "compressed": flat.view(rows, cols // 2), "bitmask": bitmask,
-        }  # fmt: skip
-    return {
-        "shape": torch.tensor([rows, cols]), "compressed": flat, "bitmask": bitmask,
-        "row_offsets": torch.tensor(offsets),
-    }  # fmt: skip
-
-
-def as_old_bitmask(w: Tensor) -> dict[str, Tensor]:
-    """A tensor of any number of dimensions as release 0.8 of compressed-tensors wrote all those of a model."""
+def as_bitmask(w: Tensor, two_four: bool = False) -> dict[str, Tensor]:
+    """A tensor in the words of compressed-tensors, whose release 0.8 wrote all those of a model so, of any number of
+    dimensions."""
     kept = w != 0
-    bits = torch.nn.functional.pad(kept, (0, -w.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    counts = kept.sum(-1)
-    return {
-        "shape": torch.tensor(w.shape), "compressed": w[kept], "row_offsets": counts.cumsum(0) - counts,
-        "bitmask": (bits * (1 << torch.arange(8))).sum(-1).to(torch.uint8),
-    }  # fmt: skip
+    if two_four:  # zeros too, where a group of four has less than two others
+        kept = torch.zeros_like(kept).unflatten(1, (-1, 4)).scatter_(2, w.unflatten(1, (-1, 4)).abs().topk(2)[1], True)
+        kept = kept.flatten(1)
+    bits = torch.nn.functional.pad(kept, (0, -w.shape[-1] % 8)).view(*w.shape[:-1], -(-w.shape[-1] // 8), 8)
+    bitmask, counts = (bits * (1 << torch.arange(8))).sum(-1).to(torch.uint8), kept.sum(-1)
+    if two_four:
+        return {"shape": torch.tensor(w.shape)[:, None], "compressed": w[kept].view(len(w), -1), "bitmask": bitmask}
+    offsets = counts.cumsum(0) - counts
+    return {"shape": torch.tensor(w.shape), "compressed": w[kept], "row_offsets": offsets, "bitmask": bitmask}
 
 
 def as_8_bits(w: Tensor, kind: str) -> dict[str, Tensor]:
@@ -232,7 +211,8 @@ def assert_other_tensors_are_refused(packed: PackedWeight) -> Tensor:
 
 
 def assert_graph_of_layers(layers: list, x: Tensor, bias: Tensor, bare: int) -> None:
-    """A captured chain of the layers, then of the first `bare` with no kernel between, has the bits of eager mode."""
+    """A captured chain of the layers, then of the first `bare` with no kernel between, has the bits of eager mode, and
+    reads x anew."""
 
     def chain(x: Tensor) -> Tensor:
         for layer in layers:
@@ -249,6 +229,9 @@ def assert_graph_of_layers(layers: list, x: Tensor, bias: Tensor, bare: int) -> 
         captured.fill_(float("nan"))
         graph.replay()
         assert_same_bits(captured, eager)
+    x.copy_(x.flip(-1))
+    graph.replay()
+    assert_same_bits(captured, chain(x))
 
 
 def assert_close_spmv(

@@ -28,6 +28,7 @@ PYTHON_SYMBOLS = {
     *("PyModule_Create2", "PyModule_AddStringConstant", "PyUnicode_AsUTF8AndSize", "PyUnicode_FromString"),
     *("PyErr_SetString", "PyErr_Format", "PyErr_Occurred", "PyExc_ValueError", "PyExc_ImportError"),
     *("PyModule_AddObjectRef", "PyDict_New", "PyDict_SetItemString", "PyLong_FromLong", "_Py_Dealloc"),
+    *("PyLong_AsLong", "Py_BuildValue"),
 }
 
 
@@ -228,10 +229,7 @@ def test_the_build_warns_of_nothing(build: ModuleType, tmp_path: Path) -> None:
     ran = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, env=environment)
     assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
     tables = tmp_path / "lib/macko/choose/times"
-    assert {path.name for path in tables.iterdir()} >= {
-        "NVIDIA_H200.json",
-        "cpu_avx2.json",
-    }
+    assert {path.name for path in tables.iterdir()} >= {"NVIDIA_H200.json", "cpu_avx2.json"}
 
 
 def test_a_space_in_the_path_does_not_compile_again(build: ModuleType, tmp_path: Path) -> None:
@@ -294,7 +292,7 @@ def test_cuda_is_compiled_where_torch_can_load_it_or_on_demand(
         assert build.arches() == []
     else:
         assert build.why_no_cuda() is None
-        assert build.arches() == ["8.0", "9.0a"]
+        assert build.arches() == ["8.0+PTX", "9.0a"]
 
 
 def test_cuda_on_demand_without_nvcc_stops(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,22 +36,8 @@ from macko.integrations.compressed_tensors import decode, is_quantised, sparsity
 from macko.measure import bench, engines, runs
 from macko.nn.report import format_bytes
 from macko.pruning.prune import METHODS
-from tests.common import (
-    as_8_bits,
-    as_bitmask,
-    as_old_bitmask,
-    assert_same_bits,
-    compressed_config,
-    random_weight,
-    torch_threads,
-)
+from tests.common import as_8_bits, as_bitmask, assert_same_bits, compressed_config, random_weight
 from tests.tiny_llama import TEXT, TinyLlama, needs_transformers
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +146,7 @@ MAGNITUDE = ("--method", "magnitude")
 
 @needs_transformers
 @pytest.mark.parametrize("content", ["cut_off", "empty", "random"])
-def test_a_broken_file_is_named(content: str, dense: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_broken_file_is_named(content: str, dense: Path, text: str, tmp_path: Path, capsys: Any) -> None:
     file = dense / "model.safetensors"
     random = bytes(torch.randint(256, (500,), dtype=torch.uint8))
     file.write_bytes({"cut_off": file.read_bytes()[:-9], "empty": b"", "random": random}[content])
@@ -171,6 +157,7 @@ def test_a_broken_file_is_named(content: str, dense: Path, tmp_path: Path, capsy
         ["inspect", str(dense)],
         ["inspect", str(file)],
         ["bench", str(dense), *small],
+        ["eval", str(dense), "--data", text],
     ):
         assert main(arguments) == 1
         assert f"{file} is no safetensors file, or was cut off" in one_line(capsys)
@@ -356,16 +343,13 @@ def test_others_may_read_what_is_written(dense: Path, tmp_path: Path) -> None:
 
 @needs_transformers
 @pytest.mark.parametrize("command", ["prune", "convert", "eval", "bench", "against"])
-@pytest.mark.parametrize("fault", ["no config", "empty", "cut off"])
+@pytest.mark.parametrize("fault", ["no config", "empty"])
 def test_a_folder_that_is_no_model_is_named(
     fault: str, command: str, dense: Path, text: str, tmp_path: Path, capsys: Any
 ) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(dense, broken)
-    file = broken / "model.safetensors"
-    if fault == "cut off":
-        file.write_bytes(file.read_bytes()[:-100])
-    for path in [] if fault == "cut off" else list(broken.iterdir()):
+    for path in list(broken.iterdir()):
         if fault == "empty" or path.name == "config.json":
             path.unlink()
     out, device = str(tmp_path / "out"), ["--device", "cpu"]
@@ -377,8 +361,7 @@ def test_a_folder_that_is_no_model_is_named(
         "bench": ["bench", str(broken), "--sparsity", "0.5"],
     }[command]
     assert main(arguments) == 1
-    wanted = f"{file} is no safetensors file, or was cut off" if fault == "cut off" else f"{broken} has no config.json"
-    assert wanted in one_line(capsys)
+    assert f"{broken} has no config.json" in one_line(capsys)
 
 
 @needs_transformers
@@ -405,7 +388,7 @@ def test_formats_of_convert_are_one_list(dense: Path, tmp_path: Path, capsys: An
         main(["convert", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert f": {listed} --values" in text
-    assert "(ec, slide, dense8 and sparse8 have files of their own, the others the same)" in text
+    assert "(ec, slide, dense12, dense8 and sparse8 have files of their own, the others the same" in text
 
 
 @pytest.mark.parametrize(
@@ -490,17 +473,6 @@ def test_sell_is_kept_in_the_config_where_it_does_not_run(dense: Path, tmp_path:
     wanted = load_file(plain / "model.safetensors")
     for name, tensor in load_file(sell / "model.safetensors").items():
         assert torch.equal(tensor, wanted[name])
-
-
-@needs_transformers
-def test_transformers_4_is_refused_by_its_version(
-    dense: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transformers.__version__", "4.57.3")
-    for command in ("prune", "convert", "bench"):
-        out = [] if command == "bench" else [str(tmp_path / "out")]
-        assert main([command, str(dense), *out]) == 1
-        assert "needs transformers 5 or newer, found 4.57.3" in one_line(capsys)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1031,7 +1003,7 @@ def test_decode_refuses_what_does_not_fit(change: Callable[[dict[str, Tensor]], 
 @pytest.mark.parametrize("sizes", [(44,), (5, 3, 11), (2, 3, 2, 9)])
 def test_decode_other_numbers_of_dimensions(sizes: tuple[int, ...]) -> None:
     w = torch.randn(sizes).relu()
-    parts = as_old_bitmask(w)
+    parts = as_bitmask(w)
     assert_same_bits(decode(parts["shape"], parts["bitmask"], parts["compressed"]), w)
 
 
@@ -1047,8 +1019,8 @@ def test_formats_of_compressed_tensors() -> None:
     assert sparsity_format({"quantization_config": None, "sparsity_config": {"format": "dense"}}) is None
     with pytest.raises(ValueError, match="format 'marlin-24'"):
         sparsity_format({"sparsity_config": {"format": "marlin-24"}})
-    with pytest.raises(ValueError, match="quantised too"):
-        sparsity_format({"quantization_config": {"sparsity_config": sparse, "config_groups": {"group_0": {}}}})
+    both = {"quantization_config": {"sparsity_config": sparse, "config_groups": {"group_0": {}}}}
+    assert sparsity_format(both) == "sparse-bitmask"
 
 
 @pytest.mark.parametrize("lie", [3, True, "sparse-bitmask", [{}]])
@@ -1134,7 +1106,7 @@ def test_every_tensor_under_a_mask_as_before_release_0_9(
     old, sparse = tmp_path / "old", tmp_path / "sparse"
     model.save_pretrained(old)
     parts = [
-        {f"{name}.{key}": part for key, part in as_old_bitmask(tensor).items()}
+        {f"{name}.{key}": part for key, part in as_bitmask(tensor).items()}
         for name, tensor in load_file(old / "model.safetensors").items()
     ]
     (old / "model.safetensors").unlink()
@@ -1216,7 +1188,7 @@ def test_other_bits_of_compressed_tensors_are_refused(tmp_path: Path, capsys: py
     file = tmp_path / "in" / "config.json"
     text = file.read_text()
     for old, new, message in (
-        ('"num_bits": 8', '"num_bits": 4', "weights of num_bits 4"),
+        ('"num_bits": 8', '"num_bits": 4', "4 bits a weight in the format None"),
         ('"channel"', '"group"', "weights of strategy 'group'"),
         ('"symmetric": true', '"symmetric": false', "weights of symmetric False"),
     ):
@@ -1292,37 +1264,23 @@ def test_8_bits_of_which_there_are_none_are_not_packed(tmp_path: Path, capsys: p
 
 @needs_transformers
 @pytest.mark.parametrize(
-    ("lie", "message"),
+    ("commands", "lie", "message"),
     [
-        ({"dtype": "dense"}, "no folder that transformers can read: AttributeError"),
-        ({"architectures": {"a": 1}}, "no folder that transformers can read: "),  # in which words, its version says
-        ({"hidden_size": 2**24, "intermediate_size": 2**24}, "config.json is of a model of "),  # of 2**50 bytes
+        ("convert prune eval", {"dtype": "dense"}, "no folder that transformers can read: AttributeError"),
+        ("convert prune", {"architectures": {"a": 1}}, "no folder that transformers can read: "),  # it says how
+        ("convert", {"hidden_size": 2**24, "intermediate_size": 2**24}, "config.json is of a model of "),  # 2**50
     ],
 )
 def test_a_config_that_transformers_trips_over_is_told_in_one_line(
-    lie: dict[str, Any], message: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(dense, tmp_path / "in")
-    file = tmp_path / "in" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **lie}))
-    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
-    assert message in capsys.readouterr().err
-    assert {path.name for path in tmp_path.iterdir()} == {"dense", "in"}
-
-
-@needs_transformers
-@pytest.mark.parametrize(
-    ("command", "lie"),
-    [("prune", {"dtype": "dense"}), ("prune", {"architectures": {"a": 1}}), ("eval", {"dtype": "dense"})],
-)
-def test_prune_and_eval_tell_it_so_too(
-    command: str, lie: dict[str, Any], dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    commands: str, lie: dict[str, Any], message: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = shutil.copytree(dense, tmp_path / "in") / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **lie}))
-    options = ["--method", "magnitude", str(tmp_path / "out")] if command == "prune" else []
-    assert main([command, str(file.parent), *options]) == 1
-    assert "no folder that transformers can read: " in capsys.readouterr().err
+    out = str(tmp_path / "out")
+    for command in commands.split():
+        options = {"convert": [out], "prune": [out, *MAGNITUDE], "eval": []}[command]
+        assert main([command, str(file.parent), *options]) == 1
+        assert message in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "in"}
 
 
@@ -1346,6 +1304,7 @@ def test_bench_of_a_dense_model(
 
 
 @needs_transformers
-def test_commands_that_write_refuse_what_is_saved_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "in", str(tmp_path / "out"), "--format", "dense12"]) == 1
-    assert "its file is the dense model" in capsys.readouterr().err
+def test_back_to_dense_there_is_nothing_to_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (["--format", "dense12"], ["--values", "fp8"]):
+        assert main(["convert", "in", str(tmp_path / "out"), "--to", "dense", *option]) == 1
+        assert "--to dense takes no --values and no --format" in capsys.readouterr().err

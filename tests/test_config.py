@@ -41,7 +41,7 @@ def test_values_of_a_saved_folder_reach_an_engine(values: str, tmp_path: Path) -
 
 
 def test_no_option_is_dropped_on_the_way() -> None:
-    asked: Any = {"format": "mixed", "ignore": ["a", "b"], "min_sparsity": 0.1, "values": "raw"}
+    asked: Any = {"format": "mixed", "pattern": "6:8", "ignore": ["a", "b"], "min_sparsity": 0.1, "values": "raw"}
     written = macko.MackoConfig(layers=LAYERS, **asked).to_dict()
     settings = Settings(**Settings.arguments(written))
     assert {name: getattr(settings, name) for name in written} == written
@@ -55,7 +55,12 @@ def test_what_a_user_of_an_engine_asks_for_comes_before_the_folder() -> None:
     assert packed.overridden({"tokens": 3}, "")["values"] == "raw"
     assert packed.overridden({"format": "sell"}, "")["values"] == "exact"  # which holds 16 bits anyhow
     assert dense.overridden({"values": "fp8", "format": "dense8"}, "")["values"] == "fp8"
-    with pytest.raises(ValueError, match="here has fmt, expected format, tokens, ignore, min_sparsity, values"):
+    asked = {"format": "slide", "pattern": "6:8", "values": "int8"}
+    slide = Settings(**Settings.arguments(dense.overridden(asked, "")))
+    assert (slide.options, slide.min_sparsity, dense.min_sparsity) == (Options("slide 6:8", values="int8"), 0, 0.25)
+    with pytest.raises(
+        ValueError, match="here has fmt, expected format, tokens, ignore, min_sparsity, values, pattern"
+    ):
         dense.overridden({"fmt": "tile"}, "here")
     with pytest.raises(ValueError, match="here has values='fp8', and the folder is packed: 8 bits are made of a dense"):
         packed.overridden({"values": "fp8"}, "here")

@@ -227,7 +227,7 @@ def test_every_bar_holds_for_a_model_that_learned_its_text(tiny_llama: TinyLlama
     """As benchmarks.quality makes and judges them, with the bars that its report has."""
     from benchmarks import quality, records, report
 
-    lines, recipe = tmp_path / "quality.jsonl", Recipe(epochs=1, steps=60, tokens=1024)
+    lines, recipe = tmp_path / "quality.jsonl", Recipe(epochs=1, steps=30, tokens=1024)
     model = copy.deepcopy(tiny_llama.model).requires_grad_(False)
     judge = quality.Judge(model, [tiny_llama.calibration], [tiny_llama.held], recipe, {}, lines)
     wanted = {(name, zeros) for bar in report.BARS for name, zeros in (bar[:2], bar[2:4])}

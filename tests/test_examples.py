@@ -86,7 +86,7 @@ def test_training_on_the_mask_moves_no_zero(
     pytest.importorskip("peft")
     finetune = importlib.import_module("examples.finetune")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["finetune", "--steps", "20", "--base-steps", "60", *way])
+    monkeypatch.setattr(sys, "argv", ["finetune", "--steps", "10", "--base-steps", "40", *way])
     finetune.main()
     printed = re.findall(r"^(.+?) +loss ([\d.]+), (\d+) zeros", capsys.readouterr().out, re.MULTILINE)
     counts = [int(count) for _, _, count in printed]

@@ -394,3 +394,11 @@ def test_experts_that_lack_zeros_stay_dense_as_they_are_read(tmp_path: Path) -> 
     rows = [row for row in read.hf_quantizer.report if ".experts." in row.name]
     assert len(rows) == 4
     assert all(row.format == "dense" and row.reason for row in rows)
+
+
+def test_save_model_refuses_sparse_experts_by_name(tmp_path: Path) -> None:
+    model = model_of("mixtral", 0.6)
+    macko.sparsify_(model, progress=False)
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts holds packed experts, which save_pretrained"):
+        macko.save_model(model, tmp_path / "file.safetensors")
+    assert not list(tmp_path.iterdir())

@@ -17,24 +17,8 @@ from torch._inductor.decomposition import select_decomp_table
 
 import macko
 from macko.fuse import Fuse
-from macko.weights import (
-    Dense12Weight,
-    EcWeight,
-    MackoWeight,
-    PackedWeight,
-    SellWeight,
-    Sparse11Weight,
-    TileWeight,
-)
-from tests.common import (
-    HALVES,
-    Plan,
-    assert_same_bits,
-    integer_problem,
-    needs_capture,
-    random_vector,
-    random_weight,
-)
+from macko.weights import Dense12Weight, EcWeight, MackoWeight, PackedWeight, SellWeight, Sparse11Weight, TileWeight
+from tests.common import HALVES, Plan, assert_same_bits, integer_problem, needs_capture, random_vector, random_weight
 from tests.layouts import LAYOUTS
 from tests.tiny_llama import needs_transformers
 
@@ -632,28 +616,32 @@ def test_by_default() -> None:
     """In a process of its own: the pass is there once a sparse layer is compiled, not for import, and not where it is
     unwanted or there is another."""
     code = """
+import contextvars
 from concurrent.futures import ThreadPoolExecutor
 import torch, macko
 from torch._inductor import config
-if not WANTED:
-    import macko.fuse
-    macko.fuse.BY_DEFAULT = False
-mine = object() if OTHER else None
-config.post_grad_custom_pre_pass = mine
-layer, x = macko.SparseLinear(64, 64), torch.ones(1, 64)
-with torch.no_grad():
-    layer(x)
-    assert config.post_grad_custom_pre_pass is mine
-    with ThreadPoolExecutor() as pool:  # whose config is its own
-        pool.submit(torch.compile(layer, backend="eager"), x).result()
+
+def left_in_a_context(mine, wanted):
+    if not wanted:
+        from macko import fuse
+        fuse.BY_DEFAULT = False
+    config.post_grad_custom_pre_pass = mine
+    layer, x = macko.SparseLinear(64, 64), torch.ones(1, 64)
+    with torch.no_grad():
+        layer(x)
+        assert config.post_grad_custom_pre_pass is mine
+        with ThreadPoolExecutor() as pool:  # whose config is its own
+            pool.submit(torch.compile(layer, backend="eager"), x).result()
+        torch._dynamo.reset()
+        torch.compile(layer, backend="eager")(x)
+    return type(config.post_grad_custom_pre_pass).__name__
+
+for given in ((None, True), (object(), True), (None, False)):
     torch._dynamo.reset()
-    torch.compile(layer, backend="eager")(x)
-print(type(config.post_grad_custom_pre_pass).__name__)
+    print(contextvars.copy_context().run(left_in_a_context, *given))
 """
-    for other, wanted, name in ((False, True, "Fuse"), (False, False, "NoneType"), (True, True, "object")):
-        given = code.replace("OTHER", str(other)).replace("WANTED", str(wanted))
-        ran = subprocess.run([sys.executable, "-c", given], capture_output=True, text=True, check=False)
-        assert ran.stdout.strip() == name, ran.stderr
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == ["Fuse", "object", "NoneType"], ran.stderr
 
 
 @needs_transformers

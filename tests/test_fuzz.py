@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.slow
 def test_mutated_files_are_refused_or_read() -> None:
     pytest.importorskip("safetensors")
-    command = [sys.executable, "-m", "verify.fuzz", "--cases", "2000", "--workers", "2", "--out", ""]
+    command = [sys.executable, "-m", "verify.fuzz", "--cases", "1000", "--workers", "2", "--out", ""]
     done = subprocess.run(command, capture_output=True, text=True)
     line = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0, done.stdout
     assert line["failures"] == {}
-    assert line["refused"] + line["accepted"] == line["cases"] == 2000
+    assert line["refused"] + line["accepted"] == line["cases"] == 1000
     assert line["accepted"] > 20
     assert 0 < line["most_seconds"] <= 2
     assert line["most_bytes"] > 0
@@ -76,7 +76,7 @@ def test_a_run_that_is_ended_counts_what_it_did(tmp_path: Path) -> None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while process.poll() is None and not children.read_text():
             time.sleep(0.1)
-        time.sleep(5)
+        time.sleep(2)
         process.terminate()
         assert process.wait(60) == 0
     line = json.loads(out.read_text())
@@ -112,22 +112,22 @@ def test_files_of_8_bits_are_read_in_every_way(tmp_path: Path, monkeypatch: pyte
 def test_folders_that_lie_are_packed_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(fuzz, "CONVERTED", 1)
-    said = [fuzz.run_case(0, case, [], tmp_path, fuzz.mackoconfig(), lambda size: None) for case in range(200)]
-    assert said.count("accepted") > 20
-    assert said.count("refused") > 100
+    said = [fuzz.run_case(0, case, [], tmp_path, fuzz.mackoconfig(), lambda size: None) for case in range(120)]
+    assert said.count("accepted") > 12
+    assert said.count("refused") > 60
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_the_c_core_refuses_or_reads_what_has_changed(tmp_path: Path) -> None:
-    """As `make fuzz`, for a second and without sanitizers, which take longer to compile."""
+    """As `make fuzz`, for a second and without sanitizers and optimisation, which take longer to compile."""
     compiler = os.environ.get("CC") or shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no C compiler")
     fuzz.write_corpus(tmp_path / "corpus")
     sources = [path for folder in ("csrc", "contrib") for path in (ROOT / folder).rglob("*.c")]
     sources = [path for path in sources if path.parent.name != "torch"]
-    flags = ["-std=c17", "-D_GNU_SOURCE", "-O1", "-Wall", "-Wextra", "-Werror"]
+    flags = ["-std=c17", "-D_GNU_SOURCE", "-O0", "-Wall", "-Wextra", "-Werror"]
     command = [compiler, *flags, "-o", tmp_path / "fuzz_core", ROOT / "verify" / "fuzz_core.c", *sources, "-lm"]
     subprocess.run(command, check=True)
     done = subprocess.run([tmp_path / "fuzz_core", tmp_path / "corpus", "1"], capture_output=True, text=True)

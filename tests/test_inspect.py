@@ -22,15 +22,8 @@ from macko.cli import main
 from macko.files import VERSION, Checkpoint
 from macko.integrations.compressed_tensors import Masked
 from macko.measure import inspect
-from macko.weights import (
-    Dense12Weight,
-    Macko8Weight,
-    PackedWeight,
-    SlideWeight,
-    Sparse11Weight,
-    TileWeight,
-)
-from tests.common import assert_same_bits, random_weight
+from macko.weights import Dense12Weight, Macko8Weight, PackedWeight, SlideWeight, Sparse11Weight, TileWeight
+from tests.common import as_bitmask, assert_same_bits, random_weight
 from tests.kernels.codecs import Dense12, bits_of
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -127,11 +120,8 @@ def test_weights_of_8_bits_are_seen_as_codes_times_scales(format: str, kind: int
 
 def bitmask_file(path: Path, w: Tensor) -> None:
     """A weight `a` of compressed-tensors."""
-    bits = torch.nn.functional.pad(w != 0, (0, -w.shape[1] % 8)).view(len(w), -(-w.shape[1] // 8), 8)
-    mask = (bits << torch.arange(8)).sum(2).to(torch.uint8)
-    shape, values = torch.tensor(w.shape), w[w != 0]
     path.mkdir(exist_ok=True)
-    save_file({"a.shape": shape, "a.bitmask": mask, "a.compressed": values}, path / "model.safetensors")
+    save_file({f"a.{name}": part for name, part in as_bitmask(w).items()}, path / "model.safetensors")
     about = {"sparsity_config": {"format": "sparse-bitmask"}}
     (path / "config.json").write_text(json.dumps({"quantization_config": about}))
 

@@ -18,16 +18,7 @@ from macko.choose import auto
 from macko.choose.auto import pack
 from macko.choose.options import Options
 from macko.weights import SAVED, PackedWeight
-from tests.common import (
-    HALVES,
-    assert_close_spmv,
-    assert_same_bits,
-    device_dtypes,
-    devices,
-    needs_capture,
-    random_vector,
-    random_weight,
-)
+from tests.common import assert_close_spmv, assert_same_bits, device_dtypes, devices, random_vector, random_weight
 
 ROWS, COLS = 48, 200
 
@@ -94,14 +85,6 @@ def test_any_leading_shape(device: str, dtype: torch.dtype, bias: bool, lead: tu
     y = layer(x)
     assert y.shape == (*lead, ROWS)
     assert_close_spmv(y.detach(), dense.weight.detach(), x, None if dense.bias is None else dense.bias.detach())
-
-
-@pytest.mark.parametrize("device", devices())
-def test_x_with_gaps_between_its_elements(device: str) -> None:
-    layer = sparse_layer(device=device)
-    x = random_vector(COLS, 3, dtype=torch.bfloat16).to(device)
-    assert_close_spmv(layer(x.t()).detach(), layer.weight, x.t(), layer.bias.detach())
-    assert_close_spmv(layer(x[:, 1]).detach(), layer.weight, x[:, 1], layer.bias.detach())
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(0, 8), (8, 0), (0, 0), (1, 1)])
@@ -212,22 +195,6 @@ def test_a_new_layer_holds_zeros() -> None:
 
 
 # Gradients.
-
-
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("tokens", [(), (1,), (3,), (2, 2)])
-def test_gradients_of_x_and_bias(device: str, tokens: tuple[int, ...]) -> None:
-    dense = dense_layer(torch.float16, device)
-    layer = SparseLinear.from_linear(copy.deepcopy(dense))
-    x = random_vector(*tokens, COLS, dtype=torch.float16).to(device)
-    grads = []
-    for module in (dense, layer):
-        leaf = x.clone().requires_grad_()
-        module(leaf).backward(torch.ones(*tokens, ROWS, dtype=torch.float16, device=device))
-        grads.append((leaf.grad, module.bias.grad))
-    ones = torch.ones(*tokens, ROWS, dtype=torch.float16)
-    assert_close_spmv(grads[1][0], dense.weight.detach().t(), ones)  # dx = W^T dy
-    assert_same_bits(grads[1][1], grads[0][1])
 
 
 def test_frozen_layer_needs_no_graph() -> None:
@@ -559,19 +526,6 @@ def test_state_of_float32_into_a_layer_on_cuda() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("bias", [True, False])
-def test_compile_fullgraph_with_dynamic_tokens(device: str, bias: bool) -> None:
-    torch.compiler.reset()
-    layer = sparse_layer(device=device, bias=bias)
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch.no_grad():
-        for lead in [(1,), (3,), (17,), (1, 1), (2, 5)]:
-            x = random_vector(*lead, COLS, dtype=torch.bfloat16).to(device)
-            assert_same_bits(compiled(x), layer(x))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", devices())
 def test_compiled_as_one_node_for_every_number_of_tokens(device: str) -> None:
     dense = dense_layer(torch.float16, device)
     dense.weight.data = dense.weight.data.bfloat16().half()  # which dense12 and sparse11 hold, too
@@ -594,14 +548,15 @@ def test_compiled_as_one_node_for_every_number_of_tokens(device: str) -> None:
             x = random_vector(tokens, COLS, dtype=torch.float16).to(device)
             if not one_is_special:
                 torch._dynamo.decorators.mark_unbacked(x, 0)
-            assert compiled(x).shape == (tokens, ROWS)
+            assert_same_bits(compiled(x).detach(), layer(x).detach())
         return len(graphs)
 
+    of_dense = graphs_of(dense, one_is_special=True)
     for name, layer in layers.items():
         assert graphs_of(layer, one_is_special=False) == 1, name
         assert sum("macko." in target for target in graphs[0]) == 1, name
         # torch makes a graph of its own for one token, unless it is told not to: of any layer.
-        assert graphs_of(layer, one_is_special=True) == graphs_of(dense, one_is_special=True), name
+        assert graphs_of(layer, one_is_special=True) == of_dense, name
 
 
 def test_saving_leaves_the_layer_as_it_is_at_every_moment() -> None:
@@ -631,39 +586,6 @@ def test_compile_trains_an_adapter() -> None:
     x = random_vector(3, COLS, dtype=torch.float32).requires_grad_()
     torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum().backward()
     assert_close_spmv(x.grad, layer.weight.t(), torch.ones(3, ROWS))
-
-
-@pytest.mark.gpu
-@needs_capture
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_cuda_graph_replays_eager(dtype: torch.dtype, tokens: int) -> None:
-    model = nn.Sequential(sparse_layer(dtype), nn.Linear(ROWS, COLS, dtype=dtype), sparse_layer(dtype)).cuda()
-    x = torch.zeros(tokens, COLS, dtype=dtype, device="cuda")
-    with torch.no_grad():
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            model(x)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = model(x)
-        for seed in range(3):
-            x.copy_(random_vector(tokens, COLS, dtype=dtype, seed=seed))
-            graph.replay()
-            assert_same_bits(y, model(x))
-
-
-@pytest.mark.gpu
-def test_second_gpu() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU")
-    layer = sparse_layer().to("cuda:1")
-    x = random_vector(COLS, dtype=torch.bfloat16)
-    y = layer(x.to("cuda:1"))
-    assert y.device.index == 1
-    assert_close_spmv(y.detach(), layer.weight, x, layer.bias.detach())
 
 
 def test_package_names() -> None:

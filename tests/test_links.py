@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -185,3 +186,32 @@ def test_callers_do_not_ask_for_a_format() -> None:
     files = [file for file in MACKO.rglob("*.py") if "weights" not in file.relative_to(MACKO).parts]
     found = {str(file.relative_to(MACKO)): lines for file in files if (lines := questions(file.read_text()))}
     assert sum(map(len, found.values())) <= MOST_QUESTIONS, found
+
+
+def c_functions(source: str) -> Iterator[tuple[int, str, str]]:
+    """Of each function of a C or CUDA file as clang-format writes it: lines, its head, the comment above."""
+    lines = source.splitlines()
+    head = begin = None
+    for i, line in enumerate(lines):
+        if begin is None:
+            if re.match(r"\w", line):
+                head = None if re.match(r"(namespace|extern|struct|enum|union|typedef|template)\b", line) else i
+            code = re.sub(r"\s*(//.*|/\*.*\*/)$", "", line)
+            if code.endswith((";", "}")):
+                head = None
+            elif code.endswith("{") and head is not None:
+                begin = i
+        elif line.startswith("}"):
+            assert head is not None
+            above = re.search(r"(^(//|/\*| \*|template|#).*\n)*\Z", "\n".join([*lines[:head], ""]), re.MULTILINE)
+            yield i - head + 1, " ".join(lines[head : begin + 1]), above[0] if above else ""
+            head = begin = None
+
+
+def test_functions_of_c_are_short_but_where_a_comment_says_what_ptxas_does() -> None:
+    assert [lines for lines, *_ in c_functions("void f(int a,\n       int b) {\n    if (a) {\n    }\n}\n")] == [5]
+    files = [file for folder in ("csrc", "contrib") for file in (ROOT / folder).rglob("*.[ch]*")]  # .cu and .cuh too
+    found = [(file, *function) for file in files for function in c_functions(file.read_text())]
+    assert len(found) > 500
+    for file, lines, head, above in found:
+        assert lines <= 100 or "ptxas" in above, f"{file.relative_to(ROOT)}: {lines} lines of {head}"

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,7 @@ from macko.choose.options import Options
 from macko.nn import merge
 from macko.nn.merge import MergedLinear
 from macko.weights import MackoWeight, SellWeight, TileWeight, base
-from tests.common import assert_same_bits, devices, needs_capture, random_weight, torch_threads
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
+from tests.common import assert_same_bits, devices, needs_capture, random_weight
 
 
 class Attention(nn.Module):
@@ -182,8 +176,8 @@ def test_the_op_of_parts(device: str, weight: type[MackoWeight] | type[SellWeigh
         torch.testing.assert_close(torch.cat(op(x, *packed.packed, rows), -1), packed.linear(x))
     for part_rows, words in {
         (32, 32): "part_rows are 64 in all, the matrix has 96 rows",
-        (32, 65): "part_rows has 65 behind 32 rows, the matrix has 96",
-        (-1, 97): "part_rows has -1 behind 0 rows",
+        (32, 65): "part_rows has 65 after 32 rows, the matrix has 96",
+        (-1, 97): "part_rows has -1 after 0 rows",
     }.items():
         with pytest.raises(RuntimeError, match=words):
             op(x, *packed.packed, part_rows)

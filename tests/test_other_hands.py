@@ -159,14 +159,15 @@ def test_what_others_save_comes_back_into_sparse_and_dense_models(format: str, d
     save_safetensors(model, str(tmp_path / "file"))
     torch.save(model.state_dict(), tmp_path / "pickled")
     accelerate = pytest.importorskip("accelerate")
-    for held in ON_CPU if format != "dense12" else ["dense12"]:
+    others = {format, "bitmap"} if format != "dense12" else {"dense12"}
+    for held in ON_CPU if density and format != "dense12" else others:
         again = sparse(held, 1)
         load_safetensors(again, tmp_path / "file")
         assert_same_bits(outputs(again), outputs(model))
         again = sparse(held, 1)
         again.load_state_dict(torch.load(tmp_path / "pickled"))
         assert_same_bits(outputs(again), outputs(model))
-    for held in {format, "bitmap"} if format != "dense12" else ["dense12"]:  # 0.1 s each
+    for held in others:  # 0.1 s each
         again = sparse(held, 1)
         accelerate.load_checkpoint_in_model(again, tmp_path / "accelerate")
         assert_same_bits(outputs(again), outputs(model))
@@ -553,26 +554,6 @@ def test_trainer_reads_its_own_checkpoints(format: str, flow: str, lora: bool, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, False])
-def test_siglip_that_initialises_its_childrens_weights_loads(packed: bool, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.SiglipVisionConfig(**sizes, image_size=16, patch_size=8)
-    model = transformers.SiglipVisionModel(config).eval()
-    macko.prune_(model, 0.6, progress=False)
-    pixels = torch.randn(1, 3, 16, 16)
-    wanted = model(pixel_values=pixels).last_hidden_state
-    if packed:
-        macko.sparsify_(model, progress=False)
-    model.save_pretrained(tmp_path)
-    options = {} if packed else {"quantization_config": macko.MackoConfig()}
-    loaded = transformers.SiglipVisionModel.from_pretrained(tmp_path, **options)
-    assert any(isinstance(module, SparseLinear) for module in loaded.modules())
-    assert (loaded(pixel_values=pixels).last_hidden_state - wanted).abs().max() < 1e-4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["AdaLoraConfig", "LoraConfig", "IA3Config"])
 def test_adapters_that_freeze_and_add_in_place(kind: str) -> None:
     peft = pytest.importorskip("peft")
@@ -598,7 +579,7 @@ def test_adapters_that_freeze_and_add_in_place(kind: str) -> None:
 
 def test_files_alone_are_no_formats_of_layers() -> None:
     """So that the lists above miss none."""
-    assert set(SAVED) == {"macko8"}
+    assert set(SAVED) == {"macko8", "planes12"}
 
 
 def test_a_copy_whose_layer_has_two_names_is_emptied() -> None:

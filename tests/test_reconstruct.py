@@ -34,7 +34,7 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.parametrize(("method", "pattern"), [("magnitude", None), ("wanda", None), ("sparsegpt", "2:4")])
+@pytest.mark.parametrize(("method", "pattern"), [("wanda", None), ("sparsegpt", "2:4")])
 def test_a_language_model_loses_less_with_the_same_zeros(
     tiny_llama: TinyLlama, method: str, pattern: str | None
 ) -> None:

@@ -1,4 +1,4 @@
-"""The sell layout: bytes by its specification, round trips, spmv on every path, hostile shapes."""
+"""The sell layout: bytes by its specification, round trips, one token and a few on every path, hostile shapes."""
 
 import ctypes
 import random
@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import macko.ops as ops
-from macko.weights import MackoWeight, SellWeight
+from macko.weights import MackoWeight, PackedWeight, SellWeight, TileWeight
 from tests import layouts, reference
 from tests.common import (
     HALVES,
     MASKS,
     Plan,
+    assert_close_library,
     assert_close_spmv,
-    assert_graph_of_layers,
     assert_same_bits,
+    each_token,
     integer_problem,
     needs_capture,
     random_vector,
@@ -32,7 +33,10 @@ GAPS = (2, 3, 4, 5, 6)
 #: How a block fetches, and whether launches may overlap: keys of MACKO_PLAN; few stages before x is there.
 PATHS = ("", "pdl=0", "copy=cp_async", "pdl=0,first=1")
 #: Lane groups that are not full, one row, one column, no row, cols that no bulk copy can end at, more blocks than rows.
-SHAPES = ((64, 256), (33, 203), (1, 1), (1, 4096), (500, 1), (7, 30), (600, 64), (0, 16), (5, 0), (40, 1001))
+SHAPES = (
+    *((64, 256), (33, 203), (1, 1), (1, 4096), (500, 1), (7, 30), (600, 64), (0, 16), (5, 0), (201, 512)),
+    (40, 1001),
+)
 
 
 def packed(w: torch.Tensor, gap_bits: int = 0, delta_bits: int = 4) -> SellWeight:
@@ -130,14 +134,15 @@ def test_nan_and_inf_keep_their_bits() -> None:
 def test_spmv_of_every_shape_and_gap(dtype: torch.dtype, path: str, plan: Plan) -> None:
     plan(path)
     for rows, cols in SHAPES:
-        w, x = random_weight(rows, cols, 0.4, dtype), random_vector(cols, dtype=dtype)
+        w, x = random_weight(rows, cols, 0.4, dtype), random_vector(9, cols, dtype=dtype)
         bias = random_vector(rows, dtype=dtype, seed=2)
         exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
         for gap_bits in GAPS:
             sell = packed(w, gap_bits)
-            y = sell.linear(x.cuda(), bias.cuda())
-            assert_close_spmv(y, w, x, bias)
-            assert_same_bits(sell.linear(x.cuda(), bias.cuda()), y)
+            for count in (0, 1, 2, 3, 4, 6, 9) if path == PATHS[0] else (1,):
+                y = layouts.stream(sell, x[:count].cuda(), bias.cuda())
+                assert_close_spmv(y, w, x[:count], bias)
+                assert_same_bits(layouts.stream(sell, x[:count].cuda(), bias.cuda()), y)
             assert_same_bits(packed(exact_w, gap_bits).linear(exact_x.cuda()) + 0, exact_y + 0)
 
 
@@ -184,23 +189,10 @@ def test_padding_never_reads_an_x() -> None:
     w = torch.zeros(64, 600, dtype=torch.float16)
     w[:, ::3] = 1
     w[::2, 300:] = 0
-    x = torch.ones(600, dtype=torch.float16)
-    x[0] = float("inf")
-    assert packed(w).linear(x.cuda()).isposinf().all()
-
-
-@pytest.mark.gpu
-def test_x_and_bias_of_any_stride_and_alignment() -> None:
-    w = random_weight(130, 512, 0.5, torch.float16)
-    sell, long = packed(w), random_vector(2 * 512 + 1, dtype=torch.float16)
-    for x in (long[1:513], long[: 2 * 512 : 2]):
-        assert_close_spmv(sell.linear(x.cuda()[:]), w, x)
-        on_gpu = long.cuda()
-        same = on_gpu[1:513] if x.stride(0) == 1 else on_gpu[: 2 * 512 : 2]
-        assert_close_spmv(sell.linear(same), w, x)
-    bias = random_vector(260, dtype=torch.float16)
-    x = long[:512]
-    assert_close_spmv(sell.linear(x.cuda(), bias.cuda()[::2]), w, x, bias[::2])
+    x = torch.ones(4, 600, dtype=torch.float16)
+    x[:, 0] = float("inf")
+    assert packed(w).linear(x[0].cuda()).isposinf().all()
+    assert layouts.stream(packed(w), x.cuda()).isposinf().all()
 
 
 @pytest.mark.gpu
@@ -214,43 +206,6 @@ def test_gap_width_is_the_smallest() -> None:
 def test_memory_held() -> None:
     sell = packed(random_weight(4096, 4096, 0.5, torch.float16))
     assert sell.nbytes <= 2.6 * sell.stored
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [(), (1,), (1, 1), (3,), (2, 5), (0,)])
-def test_linear(tokens: tuple[int, ...]) -> None:
-    w, bias = random_weight(96, 200, 0.5, torch.float16), random_vector(96, dtype=torch.float16, seed=3)
-    x = random_vector(*tokens, 200, dtype=torch.float16)
-    y = packed(w).linear(x.cuda(), bias.cuda())
-    assert y.shape == (*tokens, 96)
-    assert_close_spmv(y, w, x, bias)
-
-
-@pytest.mark.gpu
-def test_gradients_of_x_and_bias() -> None:
-    w = random_weight(48, 64, 0.5, torch.float16).cuda()
-    sell = SellWeight.from_dense(w)
-    for tokens in ((), (3,)):
-        x = random_vector(*tokens, 64, dtype=torch.float16).cuda().requires_grad_()
-        bias = torch.zeros(48, dtype=torch.float16, device="cuda", requires_grad=True)
-        grad = random_vector(*tokens, 48, dtype=torch.float16).cuda()
-        (sell.linear(x, bias) * grad).sum().backward()
-        torch.testing.assert_close(x.grad, grad @ w)
-        torch.testing.assert_close(bias.grad, grad.reshape(-1, 48).sum(0))
-
-
-@pytest.mark.gpu
-def test_opcheck_compile_and_graph_of_32_layers() -> None:
-    layers = [packed(random_weight(512, 512, 0.5, torch.float16, seed=i)) for i in range(32)]
-    bias = random_vector(512, dtype=torch.float16).cuda()
-    x = random_vector(512, dtype=torch.float16).cuda()
-    torch.library.opcheck(torch.ops.macko.linear, (x, *layers[0].packed, bias))
-    torch.library.opcheck(torch.ops.macko.linear, (x[None], *layers[0].packed, bias))
-    assert_graph_of_layers(layers, x, bias, bare=32)
-    compiled = torch.compile(lambda x: layers[0].linear(x, bias), fullgraph=True)
-    for tokens in ((1,), (4,), (2, 3)):
-        rows = random_vector(*tokens, 512, dtype=torch.float16).cuda()
-        torch.testing.assert_close(compiled(rows), layers[0].linear(rows, bias))
 
 
 @pytest.mark.gpu
@@ -293,16 +248,6 @@ def test_x_of_the_product_before_is_never_read(cols: int, path: str, plan: Plan)
 
 
 @pytest.mark.gpu
-def test_side_stream() -> None:
-    w, x = random_weight(256, 1024, 0.5, torch.float16), random_vector(1024, dtype=torch.float16)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        y = packed(w).linear(x.cuda())
-    stream.synchronize()
-    assert_close_spmv(y, w, x)
-
-
-@pytest.mark.gpu
 def test_validate() -> None:
     sell = packed(random_weight(300, 500, 0.5, torch.float16))
     sell.validate()
@@ -332,32 +277,93 @@ def test_layouts_made_for_another_gpu(warps: int, blocks: int) -> None:
     sell = SellWeight.from_macko(MackoWeight.from_dense(w.cuda()), 3, warps, blocks)
     assert (sell.warps, sell.blocks.shape[0]) == (warps, blocks)
     sell.validate()
-    assert_same_bits(
-        reference.sell_unpack(sell),
-        torch.where(w == 0, 0, w),
-    )
+    assert_same_bits(reference.sell_unpack(sell), torch.where(w == 0, 0, w))
     assert_close_spmv(sell.linear(x.cuda()), w, x)
     assert_close_spmv(layouts.stream(sell, x.cuda()[None]), w, x[None])
 
 
 @pytest.mark.gpu
 def test_errors_name_the_argument() -> None:
-    sell = packed(random_weight(30, 50, 0.5, torch.float16))
-    x = random_vector(50, dtype=torch.float16).cuda()
-    with pytest.raises(RuntimeError, match=r"x has shape \[49\], expected \[\.\.\., 50\]"):
-        sell.linear(x[:49])
-    with pytest.raises(RuntimeError, match="x has dtype bfloat16, expected float16"):
-        sell.linear(x.bfloat16())
-    with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
-        sell.linear(x, x[:29])
-    with pytest.raises(RuntimeError, match="gap_bits is 7"):
-        layouts.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 7)
-    with pytest.raises(RuntimeError, match="warps is 7, expected an even number up to 12"):
-        layouts.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 3, 7)
-    with pytest.raises(RuntimeError, match="blocks is -1"):
-        layouts.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 3, 8, -1)
+    for options, message in (
+        ((7,), "gap_bits is 7"),
+        ((3, 7), "warps is 7, expected an even number up to 12"),
+        ((3, 8, -1), "blocks is -1"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            layouts.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, *options)
     with pytest.raises(RuntimeError, match="cols is 65536, expected at most 65535"):
         packed(torch.zeros(2, 65536, dtype=torch.float16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("rows", "cols"), [(130, 500), (301, 203)])
+def test_every_number_of_tokens_up_to_70(rows: int, cols: int, dtype: torch.dtype) -> None:
+    w, x, bias = (
+        random_weight(rows, cols, 0.5, dtype),
+        random_vector(70, cols, dtype=dtype),
+        random_vector(rows, dtype=dtype),
+    )
+    exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
+    sell, exact = packed(w), packed(exact_w)
+    many = layouts.stream(sell, x.cuda(), bias.cuda())
+    assert_close_spmv(many, w, x, bias)
+    for count in range(1, 71):
+        assert_close_spmv(layouts.stream(sell, x[:count].cuda(), bias.cuda()), w, x[:count], bias)
+        assert_close_library(sell.linear(x[:count].cuda(), bias.cuda()), w, x[:count], bias)
+        xs, ys = each_token(exact_x, exact_y, count)
+        for y in (layouts.stream(exact, xs.cuda()), exact.linear(xs.cuda())):
+            assert_same_bits(y + 0, ys)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MASKS)
+def test_tokens_by_uneven_masks(kind: str) -> None:
+    for density in (0.03, 0.3, 0.7):
+        w, x = random_weight(900, 1500, density, torch.float16, kind=kind), random_vector(8, 1500, dtype=torch.float16)
+        assert_close_spmv(layouts.stream(packed(w), x.cuda()), w, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(300, 9000), (300, 15000), (300, 28672), (100, 65535), (2048, 4096)])
+def test_x_that_fits_shared_memory_for_fewer_tokens_only(rows: int, cols: int) -> None:
+    w, x = random_weight(rows, cols, 0.5, torch.float16), random_vector(8, cols, dtype=torch.float16)
+    sell = packed(w)
+    for count in (2, 4, 8):
+        assert_close_spmv(layouts.stream(sell, x[:count].cuda()), w, x[:count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", ["pdl=0", "copy=cp_async"])
+def test_tokens_by_every_path(keys: str, plan: Plan) -> None:
+    plan(keys)
+    w, x = random_weight(700, 1024, 0.5, torch.float16), random_vector(7, 1024, dtype=torch.float16)
+    bias = random_vector(700, dtype=torch.float16)
+    assert_close_spmv(layouts.stream(packed(w), x.cuda(), bias.cuda()), w, x, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "results"), [(SellWeight, 1), (MackoWeight, 1), (TileWeight, 2)])
+@pytest.mark.parametrize(("rows", "cols"), [(8448, 4096), (2100, 28_672), (130_000, 300)])
+def test_dense_rows_keep_to_the_workspace(
+    layout: type[PackedWeight], results: int, rows: int, cols: int, plan: Plan
+) -> None:
+    plan("tile_tokens=0")
+    w, x = random_weight(rows, cols, 0.3, torch.float16), random_vector(80, cols, dtype=torch.float16)
+    w[:: rows // 7] = random_weight(8, cols, 1.0, torch.float16)[: len(w[:: rows // 7])]  # long rows in each workspace
+    w[1 :: rows // 7] = 0
+    bias = random_vector(rows, dtype=torch.float16)
+    weight = layout.from_dense(w.cuda())
+    on_gpu, bias_on_gpu = x.cuda(), bias.cuda()
+    weight.linear(on_gpu, bias_on_gpu)  # the library's own workspace
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = weight.linear(on_gpu, bias_on_gpu)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= (64 << 20) + results * y.numel() * y.element_size() + (1 << 20)  # these are not counted
+    assert_close_library(y, w, x, bias)
+    assert_same_bits(weight.linear(on_gpu, bias_on_gpu), y)
 
 
 def test_cpu_tensors_are_refused_with_the_reason() -> None:

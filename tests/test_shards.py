@@ -9,6 +9,7 @@ import torch
 
 from macko import EcWeight, MackoWeight
 from macko.weights import (
+    SLIDE_ELEMENTS,
     BitmapWeight,
     ByteWeight,
     Dense8Weight,
@@ -86,9 +87,10 @@ def test_parts_of_8_bits_are_joined_by_their_codes(kind: int, density: float) ->
                 assert type(whole) is formats[0]
             elif rows == 192:
                 assert type(whole) is (Sparse8Weight if density < 1 else Dense8Weight)
-            assert_same_bits(whole.codes()[:192], torch.cat([part.codes() for part in parts]))
-            assert_same_bits(whole.scales[:192], torch.cat([part.scales for part in parts]))
-            assert not whole.codes()[192:].float().any()
+            numbers, scales = whole.coded()
+            assert_same_bits(numbers[:192], torch.cat([part.codes() for part in parts]))
+            assert_same_bits(scales[:192], torch.cat([part.scales for part in parts]))
+            assert not numbers[192:].float().any()
 
 
 def test_parts_that_hold_values_in_several_ways_are_refused() -> None:
@@ -106,7 +108,7 @@ import os, sys
 import pytest, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from macko.weights import Dense8Weight, Sparse8Weight
+from macko.weights import Dense8Weight, SlideWeight, Sparse8Weight
 from macko.weights.shards import gathered
 from tests.common import assert_same_bits, random_weight
 
@@ -127,6 +129,20 @@ for kind in (Dense8Weight, Sparse8Weight):
         own = kind.from_dense(w.chunk(2, 1)[rank].contiguous(), number)
         with pytest.raises(ValueError, match="rounded its columns by scales of their own"):
             gathered(own, 1, w.shape, mesh)
+w = random_weight(65, 128, 1.0, torch.bfloat16)
+w[:, 100:] *= 8
+w[:, 6::8] = w[:, 7::8] = 0
+for element in range(4):
+    if element == 2:
+        w = w.half()
+    whole = SlideWeight.from_dense(w.bfloat16() if element == 3 else w, 4, element)
+    for dim, cut in ((0, 33), (1, 64)):
+        ends = [0, cut, w.shape[dim]]
+        got = gathered(whole.cut(dim, *ends[rank : rank + 2]), dim, w.shape, mesh)
+        got.validate()
+        assert got.n == 4
+        assert_same_bits(got.tiles, whole.tiles)
+        assert_same_bits(got.scale, whole.scale)
 dist.barrier()
 os._exit(0)  # in some runs the end of gloo's threads aborts a rank that has done all (torch 2.13)
 """
@@ -144,8 +160,51 @@ def test_what_cannot_be_cut_is_refused() -> None:
         whole.cut(0, 60, 65)
     with pytest.raises(ValueError, match="columns 5 to 4 of a weight that has 96"):
         whole.cut(1, 5, 4)
-    quantised = SlideWeight.from_dense(w, n=0, element=0)
-    for dim, size in enumerate(quantised.shape):
-        with pytest.raises(ValueError, match="slide dense int8 cannot be cut"):
-            quantised.cut(dim, 0, 32)
-        assert quantised.cut(dim, 0, size) is quantised
+    w = random_weight(64, 96, 1.0, torch.float16)
+    w[:, 4::6] = w[:, 5::6] = 0
+    pattern = SlideWeight.from_dense(w, n=3, element=0)
+    with pytest.raises(ValueError, match=r"group 5 of 4:6 \(columns 30 to 35\) straddles a cut at column 32"):
+        pattern.cut(1, 0, 32)
+
+
+@pytest.mark.parametrize("element", range(4))
+@pytest.mark.parametrize("n", [0, 2, 3, 4])
+def test_slide_is_cut_and_joined_by_its_codes(element: int, n: int) -> None:
+    """Whose rows keep their scales: a part alone has other ones."""
+    dtype = SLIDE_ELEMENTS[element] if element >= 2 else torch.bfloat16
+    w = random_weight(70, 96, 1.0, dtype)
+    if n:
+        w.view(70, -1, 2 * n)[:, :, 2 * n - 2 :] = 0
+    w[:, 48:] *= 8  # the second part has larger values
+    whole = SlideWeight.from_dense(w, n, element)
+    numbers, scales = whole.coded()
+    for dim, start, stop in ((0, 3, 67), (0, 0, 64), (1, 0, 48), (1, 48, 96)):
+        part = whole.cut(dim, start, stop)
+        part.validate()
+        assert_same_bits(part.coded()[0], numbers.narrow(dim, start, stop - start))
+        assert_same_bits(part.coded()[1], scales[start:stop] if dim == 0 else scales)
+        if dim == 1 and element < 2:
+            made = SlideWeight.from_columns(w[:, start:stop], w.abs().amax(1), n, element)
+            assert_same_weight(made, part)
+            alone = SlideWeight.from_dense(w[:, start:stop].contiguous(), n, element)
+            assert start == 48 or not torch.equal(alone.scale, scales)
+    parts = [
+        whole.cut(0, 0, 3),
+        SlideWeight.from_codes(numbers[3:67], scales[3:67], 0, whole.source),
+        whole.cut(0, 67, 70),
+    ]
+    again = joined(parts, 80)
+    assert again is not None
+    again.validate()
+    assert (again.pattern, again.shape) == (whole.pattern, (80, 96))
+    assert_same_bits(again.coded()[0][:70], numbers)
+    assert_same_bits(again.coded()[1][:70], scales)
+    assert not again.coded()[0][70:].float().any()
+
+
+def test_slide_beside_other_values() -> None:
+    w = random_weight(64, 96, 0.5, torch.bfloat16)
+    assert joined([SlideWeight.from_dense(w, 0), MackoWeight.from_dense(w)], 128) is None  # 16 bits both
+    for element, other in ((0, MackoWeight.from_dense(w)), (0, Dense8Weight.from_dense(w, 1))):
+        with pytest.raises(ValueError, match=r"parts of one matrix have values in .* and slide's int8"):
+            joined([SlideWeight.from_dense(w, 0, element), other], 128)

@@ -13,7 +13,7 @@ from macko.choose.options import Options
 from macko.integrations import stacked
 from macko.integrations.config import Settings
 from macko.integrations.stacked import Share, Stack
-from macko.weights import EcWeight, MackoWeight, PackedWeight, Sparse8Weight
+from macko.weights import EcWeight, MackoWeight, PackedWeight, SlideWeight, Sparse8Weight
 from tests.common import assert_same_bits, random_weight
 
 CPU, F16, BF16 = torch.device("cpu"), torch.float16, torch.bfloat16
@@ -132,6 +132,35 @@ def test_codes_of_8_bits_are_stacked_as_they_are_and_not_beside_16() -> None:
     mixed = stack_of(whole[0].to_saved(), MackoWeight.from_dense(random_weight(64, 48, 0.5, BF16)))
     with pytest.raises(ValueError, match="parts of one matrix have values in 16 bits and fp8"):
         mixed.pack(share, BF16, CPU, Options())
+
+
+@pytest.mark.parametrize("element", range(4))
+def test_slides_layers_are_one_matrix_with_their_codes_on_every_rank(element: int) -> None:
+    """Of which k is packed as dense: kernels are chosen by a layer's shape, here by that of the stack."""
+    dtype = F16 if element == 2 else BF16
+    dense = [random_weight(rows, 96, 1.0, dtype, seed=rows) for rows in (128, 64, 64)]
+    for w in dense:
+        w[:, 6::8] = w[:, 7::8] = 0
+    q, k, v = (SlideWeight.from_dense(w, 4, element) for w in dense)
+    numbers, scales = ([each.coded()[i] for each in (q, k, v)] for i in range(2))
+    for rank, ranks in ((0, 1), (0, 2), (1, 2)):
+        share = Share(tuple(rows // ranks for rows in (128, 64, 64)), 96, rank, ranks)
+        packed = stack_of(q, k.as_pattern(0), v).pack(share, dtype, CPU, Settings("slide").layout_options)
+        packed.validate()
+        assert packed.label == q.label
+        assert_same_bits(packed.coded()[0], torch.cat([part.chunk(ranks)[rank] for part in numbers]))
+        assert_same_bits(packed.coded()[1], torch.cat([part.chunk(ranks)[rank] for part in scales]))
+        down = stack_of(q).pack(Share((128,), 96 // ranks, rank, ranks), dtype, CPU, Options())
+        assert_same_bits(down.coded()[0], numbers[0].chunk(ranks, 1)[rank])
+        assert_same_bits(down.coded()[1], scales[0])
+
+
+def test_a_group_that_straddles_ranks_is_refused_by_name() -> None:
+    w = random_weight(64, 96, 1.0, BF16)
+    w[:, 4::6] = w[:, 5::6] = 0
+    stack = stack_of(SlideWeight.from_dense(w, 3, 0))
+    with pytest.raises(ValueError, match=r"group 5 of 4:6 \(columns 30 to 35\) straddles a cut at column 32"):
+        stack.pack(Share((64,), 32, 0, 3), BF16, CPU, Options())
 
 
 def test_what_somebody_chose_stays() -> None:

@@ -66,6 +66,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """dense, half of its weights zero, and packed, its head too: with grouped queries and biases."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from macko.integrations.folders import pack_folder
+
     folder = tmp_path_factory.mktemp("vllm")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -82,6 +84,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 weight.normal_(0, 0.1)
     macko.prune_(model, 0.5)
     model.save_pretrained(folder / "dense")
+    pack_folder(folder / "dense", folder / "planes", ())
     macko.sparsify_(model, ignore=())
     model.save_pretrained(folder / "packed")
     return folder
@@ -160,10 +163,53 @@ def test_a_dense_folder_in_twelve_bits(run: Callable[..., Any]) -> None:
     assert "macko packs linear layers: dense12" in got.log
 
 
+def test_a_folder_in_twelve_bits_is_dense_on_a_cpu(run: Callable[..., Any]) -> None:
+    got = run("planes")
+    assert_same(got, run("dense"))
+    where = "macko packs linear layers: dense12" if torch.cuda.is_available() else "macko unpacks linear layers here"
+    assert where in got.log
+
+
 def test_a_dense_folder_in_eight_bits(run: Callable[..., Any]) -> None:
     got = run("dense", quantization="macko", hf_overrides={"macko": {"values": "int8"}})
     assert "macko packs linear layers: sparse8 int8" in got.log
     assert len(got.tokens[0]) == 24
+
+
+SLIDE = {"format": "slide", "pattern": "6:8", "values": "int8"}
+
+
+@pytest.fixture(scope="session")
+def slide_folders(folders: Path) -> Path:
+    """dense-6-8, pruned to 6:8, and slide, packed as that in int8."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folders / "dense", dtype=torch.bfloat16)
+    macko.prune_(model, pattern="6:8")
+    model.save_pretrained(folders / "dense-6-8")
+    report = macko.sparsify_(model, format="slide 6:8", values="int8")
+    assert {row.format for row in report} - {"dense"} == {"slide 6:8 int8"}
+    model.save_pretrained(folders / "slide")
+    return folders
+
+
+def test_slide_is_one_matrix_behind_stacked_layers(run: Callable[..., Any], slide_folders: Path) -> None:
+    """A packed folder and a dense one have the same codes: the same tokens, and log-probabilities bit for bit."""
+    packed = run("slide")
+    dense = run("dense-6-8", quantization="macko", hf_overrides={"macko": SLIDE})
+    for got in (packed, dense):
+        assert "macko packs linear layers: slide 6:8 int8" in got.log
+        assert "stays dense" not in got.log.replace("lm_head stays dense", "")
+    assert (packed.tokens, packed.logprobs) == (dense.tokens, dense.logprobs)
+
+
+def test_two_ranks_of_slide_have_the_codes_of_one(run: Callable[..., Any], slide_folders: Path) -> None:
+    """Tokens of a row-parallel layer are rounded by each rank, so what it computes is near only."""
+    two = [
+        run("slide", tensor_parallel_size=2),
+        run("dense-6-8", tensor_parallel_size=2, quantization="macko", hf_overrides={"macko": SLIDE}),
+    ]
+    assert (two[0].tokens, two[0].logprobs) == (two[1].tokens, two[1].logprobs)
 
 
 @pytest.mark.parametrize("case", ["dense", "packed"])
@@ -362,12 +408,13 @@ def test_every_option_of_a_folder_is_honoured() -> None:
     from macko.integrations import vllm
     from macko.integrations.transformers import MackoConfig
 
-    asked: Any = {"format": "mixed", "ignore": ["a", "b"], "min_sparsity": 0.1, "values": "raw"}
+    asked: Any = {"format": "mixed", "pattern": "6:8", "ignore": ["a", "b"], "min_sparsity": 0.1, "values": "raw"}
     written = MackoConfig(layers={"a": ABOUT}, **asked).to_dict()
     config = vllm.MackoConfig.from_config(written)
     for _ in range(2):  # as it came, and as vLLM makes it anew with nothing asked for
         held = config.options
         found: Any = {"format": held.format, "values": held.values, "ignore": config.ignore, "layers": config.layers}
+        found |= {"pattern": held.pattern}
         found |= {"min_sparsity": config.min_sparsity, "version": config.version, "quant_method": config.get_name()}
         assert found == {key: written[key] for key in found}
         assert written.keys() - found.keys() == set()
@@ -388,6 +435,66 @@ def test_values_can_be_asked_for_and_go_with_a_format() -> None:
         asked(config_of({"a": ABOUT}), values="fp8")
     with pytest.raises(ValueError, match="values is 'fp4', expected one of"):
         asked(config_of({}), values="fp4")
+
+
+def arrive(patch: pytest.MonkeyPatch, kind: Any, name: str, whole: torch.Tensor, rank: int, **options: Any) -> Any:
+    """The packed part that a rank of two has of a dense checkpoint's weight, or the method that a dense one gets."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor import parameter
+
+    from macko.weights import SlideWeight
+
+    patch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: rank)
+    patch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 2)
+
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    layer.tp_rank, layer.tp_size = rank, 2
+    with set_current_vllm_config(VllmConfig()):
+        method = layer.quant_method = config_of({}, **options).get_quant_method(layer, name)
+        rows, cols = whole.shape
+        sizes = (cols // 2, [rows]) if "Row" in kind.__name__ else (cols, [rows // 2])
+        method.create_weights(layer, *sizes, cols, rows, torch.bfloat16, weight_loader=layer.weight_loader)
+        layer.weight.weight_loader(layer.weight, whole)  # the last shard: it is packed then
+    if layer.quant_method is not method:
+        return layer.quant_method
+    return SlideWeight(*(getattr(layer, name) for name in layer.macko_names), *layer.macko_header[1:])
+
+
+def test_a_rank_packs_what_arrives_as_one_gpu_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+    from macko.weights import SlideWeight
+
+    w = random_weight(128, 320, 1.0, torch.bfloat16)
+    w[:, 160:] *= 8  # the second rank has larger values
+    w[:, 6::8] = w[:, 7::8] = 0
+    w[64:, 4::8] = 0  # the second rank's rows fit 5:8 too, and so 10:12
+    whole = SlideWeight.from_dense(w, 4, 0)
+    asked = {"format": "slide", "values": "int8"}
+    for rank in (0, 1):
+        for kind, dim in ((RowParallelLinear, 1), (ColumnParallelLinear, 0)):
+            size = whole.shape[dim] // 2
+            wanted = whole.cut(dim, rank * size, (rank + 1) * size)
+            got = arrive(monkeypatch, kind, "a.down_proj", w, rank, **asked)
+            assert got.sizes() == wanted.sizes()
+            for tensor, expected in zip(got.tensors().values(), wanted.tensors().values(), strict=True):
+                assert_same_bits(tensor, expected)
+
+
+def test_what_a_group_of_straddles_two_ranks_stays_dense_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    said: list[str] = []
+    monkeypatch.setattr("macko.integrations.vllm.logger.info", lambda text, *args: said.append(text % args))
+    w = random_weight(64, 160, 1.0, torch.bfloat16)
+    w[:, 4::6] = w[:, 5::6] = 0
+    method = arrive(monkeypatch, RowParallelLinear, "a.down_proj", w, 0, format="slide", values="int8")
+    assert type(method).__name__ == "UnquantizedLinearMethod"
+    assert said == [
+        "a.down_proj stays dense: group 13 of 4:6 (columns 78 to 83) straddles two of 2 ranks, which have 80 columns "
+        "each"
+    ]
 
 
 def test_packed_experts_are_refused_by_name() -> None:

@@ -18,12 +18,12 @@ extern "C" {
 enum {
     MACKO_BITMAP_WORD = 64,    /* columns a word: a row has a whole number of words, of 8 bytes each */
     MACKO_BITMAP_TOKENS = 512, /* at most, of one macko_bitmap_spmm_cpu: its sums are on the stack */
-    MACKO_BITMAP_PAD = 32,     /* elements behind the last value, so that the last expansion may read a whole vector */
+    MACKO_BITMAP_PAD = 32,     /* elements after the last value, so that the last expansion may read a whole vector */
 };
 
 typedef struct macko_bitmap {
     const void *values;     /* [capacity] of dtype, none of them zero; the last MACKO_BITMAP_PAD are +0.0 */
-    const uint8_t *bits;    /* [rows, words * 8]; column c is bit c % 8 of byte c / 8; 0 behind the last column */
+    const uint8_t *bits;    /* [rows, words * 8]; column c is bit c % 8 of byte c / 8; 0 after the last column */
     const int32_t *row_ptr; /* [rows + 1] first value of each row; row_ptr[0] = 0, row_ptr[rows] = capacity - PAD */
     int64_t rows, cols, capacity;
     macko_dtype dtype;
@@ -41,7 +41,7 @@ enum {
     MACKO_BITMAP_COLUMN,   /* a bit is set at a column >= cols; found: the column */
     MACKO_BITMAP_ZERO,     /* values[entry] is a zero */
     MACKO_BITMAP_CAPACITY, /* capacity is not row_ptr[rows] + PAD; found: row_ptr[rows] */
-    MACKO_BITMAP_PADDING,  /* values[entry] behind the last value is not +0.0 */
+    MACKO_BITMAP_PADDING,  /* values[entry] after the last value is not +0.0 */
 };
 
 /* CPU only. Each function does rows [begin, end), as those of macko.h. */

@@ -70,9 +70,9 @@ macko_fault macko_bitmap_check_bounds_cpu(const macko_bitmap *m, int64_t begin, 
             count += __builtin_popcountll(macko_bitmap_word(m->bits, row * words + word));
         if (count != stop - start) return (macko_fault){MACKO_BITMAP_COUNT, row, -1, count};
         if (m->cols % MACKO_BITMAP_WORD) {
-            const uint64_t behind =
+            const uint64_t outside =
                 macko_bitmap_word(m->bits, row * words + words - 1) >> (m->cols % MACKO_BITMAP_WORD);
-            if (behind) return (macko_fault){MACKO_BITMAP_COLUMN, row, -1, m->cols + __builtin_ctzll(behind)};
+            if (outside) return (macko_fault){MACKO_BITMAP_COLUMN, row, -1, m->cols + __builtin_ctzll(outside)};
         }
     }
     return (macko_fault){MACKO_BITMAP_OK, 0, -1, 0};
@@ -145,15 +145,15 @@ macko_fault macko_bitmap_expand_cpu(const macko_bitmap *m, int64_t begin, int64_
         }
         const uint8_t *bits = m->bits + row * row_bytes;
         void *to = (char *)w + (row - begin) * m->cols * size;
-        int64_t behind;
+        int64_t end;
 #if MACKO_X86
         if (path == MACKO_AVX512)
-            behind = expand_avx512(m, bits, m->row_ptr[row], to);
+            end = expand_avx512(m, bits, m->row_ptr[row], to);
         else
 #endif
-            behind = expand_scalar(m, bits, 0, m->row_ptr[row], to);
+            end = expand_scalar(m, bits, 0, m->row_ptr[row], to);
         (void)path;
-        if (behind != m->row_ptr[row + 1]) return macko_bitmap_check_bounds_cpu(m, row, row + 1);
+        if (end != m->row_ptr[row + 1]) return macko_bitmap_check_bounds_cpu(m, row, row + 1);
     }
     return (macko_fault){MACKO_BITMAP_OK, 0, -1, 0};
 }

@@ -14,7 +14,7 @@ static inline uint64_t macko_bitmap_word(const uint8_t *bits, int64_t word) {
 
 /*
  * Whether the row can be read without a look at its other bits first: it cannot reach past the values whatever they say,
- * and has none behind the last column. Whether they are as many as row_ptr says is known when it has been read.
+ * and has none after the last column. Whether they are as many as row_ptr says is clear once it has been read.
  */
 static inline int macko_bitmap_row_is_safe(const macko_bitmap *m, int64_t row) {
     const int64_t words = macko_bitmap_words(m->cols), start = m->row_ptr[row], used = m->cols % MACKO_BITMAP_WORD;

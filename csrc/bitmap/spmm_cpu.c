@@ -23,7 +23,7 @@ enum {
     PAIRS_STRIDE = PAIRS_COLS + 32, /* of a row in the block: rows 2 KB apart would share the sets of the first cache */
     EXPAND_AHEAD = 1024,            /* bytes: where the row's values of the next block are at density 0.5 */
     PANEL_ROWS = 64,                /* at most; a multiple of the rows of a group */
-    PANEL_BYTES = 256 << 10,        /* of values, about: the second cache has room for a panel and the next */
+    PANEL_BYTES = 256 << 10,        /* of values, about: the second cache holds a panel and the next */
 };
 
 /* How the next tokens are turned. */
@@ -172,7 +172,7 @@ static __attribute__((constructor)) void fill_columns(void) {
 
 /*
  * Where the columns of a piece's non-zeros lie, in bytes from the start of the block of columns, 1 << shift a column;
- * behind them some times the row of zeros. Returns how many there are.
+ * after them some times the row of zeros. Returns how many there are.
  */
 MACKO_INLINE MACKO_TARGET_AVX2 int64_t find_avx2(int shift, const uint8_t *bits, int64_t words, uint16_t *places) {
     int64_t count = 0;
@@ -347,7 +347,7 @@ typedef struct later {
     uintptr_t values, bits;
 } later;
 
-static later behind(const macko_bitmap *m, int64_t row) {
+static later later_after(const macko_bitmap *m, int64_t row) {
     const int64_t size = m->dtype == MACKO_F32 ? 4 : 2;
     return (later){(uintptr_t)m->values + (uintptr_t)(m->row_ptr[row] * size),
                    (uintptr_t)m->bits + (uintptr_t)(row * macko_bitmap_words(m->cols) * 8)};
@@ -365,7 +365,7 @@ static int floats_panel(const macko_bitmap *m, int64_t first, int64_t rows, cons
         const int64_t block_words = l.cols / MACKO_BITMAP_WORD, block_bytes = turned_bytes(l, l.cols);
         const int64_t x_share = (block_bytes / rows + 63) / 64 * 64;
         piece *const add = pieces[macko_best_cpu_path()][m->dtype][l.lanes == 8 ? 0 : l.lanes == 16 ? 1 : 2];
-        later ahead = behind(m, first + rows);
+        later ahead = later_after(m, first + rows);
         memset(sums, 0, (size_t)(rows * l.lanes) * sizeof *sums);
         for (int64_t r = 0; r < rows; r++) at[r] = m->row_ptr[first + r];
         for (int64_t word = 0; word < words; word += block_words) {

@@ -13,7 +13,7 @@ enum { TOKENS_MAX = 4 };
 /* The sums of one row for the kernel's number of tokens, x [tokens] of [cols]; values from `at` on. Returns the next `at`. */
 typedef int64_t row_sums(const macko_bitmap *m, const uint8_t *bits, int64_t at, const void *const *x, float *sums);
 
-/* Adds the columns [col, cols). A row that has come here has no bit behind the last column. */
+/* Adds the columns [col, cols). A row that has come here has no bit after the last column. */
 MACKO_INLINE int64_t add_scalar(const macko_bitmap *m, macko_dtype dtype, int tokens, const uint8_t *bits, int64_t col,
                                 int64_t at, const void *const *x, float *sums) {
     for (; col < m->cols; col = (col / MACKO_BITMAP_WORD + 1) * MACKO_BITMAP_WORD) {
@@ -213,8 +213,8 @@ macko_fault macko_bitmap_spmv_cpu(const macko_bitmap *m, const void *x, int64_t 
             for (int t = 0; t < TOKENS_MAX; t++)
                 from[t] = (const char *)x + (token + (t < count ? t : count - 1)) * m->cols * size;
             float sums[TOKENS_MAX];
-            const int64_t behind = kernels[which](m, bits, m->row_ptr[row], from, sums);
-            if (behind != m->row_ptr[row + 1]) return macko_bitmap_check_bounds_cpu(m, row, row + 1);
+            const int64_t end = kernels[which](m, bits, m->row_ptr[row], from, sums);
+            if (end != m->row_ptr[row + 1]) return macko_bitmap_check_bounds_cpu(m, row, row + 1);
             for (int t = 0; t < count; t++)
                 macko_store(y, m->dtype, (token + t) * m->rows + row,
                             bias ? sums[t] + macko_load(bias, m->dtype, row) : sums[t]);

@@ -29,11 +29,11 @@ static inline int64_t macko_block_entries(uint64_t mask, int64_t col, int delta_
     *next = col + 64 - __builtin_clzll(mask);
     if (!macko_has_long_gap(mask, delta_bits))
         return __builtin_popcountll(mask) + ((col + __builtin_ctzll(mask) - before) >> delta_bits);
-    int64_t entries = 0, behind = before;
+    int64_t entries = 0, begin = before;
     for (; mask; mask &= mask - 1) {
         const int64_t at = col + __builtin_ctzll(mask);
-        entries += 1 + ((at - behind) >> delta_bits);
-        behind = at + 1;
+        entries += 1 + ((at - begin) >> delta_bits);
+        begin = at + 1;
     }
     return entries;
 }

@@ -120,9 +120,9 @@ static MACKO_TARGET_AVX512 void write_compressed(row_writer *r, const void *w, m
                                         48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
     const __m512i places = _mm512_loadu_si512(iota);
     const __m512i at = _mm512_maskz_compress_epi8(mask, places);
-    const __m512i behind = _mm512_add_epi8(at, _mm512_set1_epi8(1));
+    const __m512i after = _mm512_add_epi8(at, _mm512_set1_epi8(1));
     const __m512i before = _mm512_mask_permutexvar_epi8(_mm512_set1_epi8((char)(r->next - col)), ~1ull,
-                                                        _mm512_sub_epi8(places, _mm512_set1_epi8(1)), behind);
+                                                        _mm512_sub_epi8(places, _mm512_set1_epi8(1)), after);
     const __m512i deltas = _mm512_maskz_sub_epi8(_bzhi_u64(~0ull, (unsigned)count), at, before);
     uint64_t words[8] = {0};
     if (delta_bits == 8) {

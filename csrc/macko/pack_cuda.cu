@@ -89,7 +89,7 @@ __device__ __forceinline__ int64_t entries_of(const row_cursor &at) {
     if (!at.nonzeros) return 0;
     const int first = __ffs(at.nonzeros) - 1, last = WARP - 1 - __clz(at.nonzeros);
     int64_t entries = __popc(at.nonzeros) + ((at.col + first - at.next) >> BITS);
-    if (BITS == 2) { // between two of a chunk is room for one explicit zero, in one run of 4 to 6
+    if (BITS == 2) { // between two of a chunk fits one explicit zero, in one run of 4 to 6
         const uint32_t zeros = ~at.nonzeros & ((1u << last) - (1u << first));
         entries += (zeros & zeros >> 1 & zeros >> 2 & zeros >> 3) != 0;
     }
@@ -146,7 +146,7 @@ __device__ void or_word(uint32_t *deltas, int64_t word, uint32_t bits, int64_t n
 }
 
 // Where the entries of a step go: shared memory, from which the warp stores them in order, or, where an earlier run of
-// zeros brings more entries than there is room for, memory itself. `first_bit` is that of the step's first delta.
+// zeros brings more entries than fit there, memory itself. `first_bit` is that of the step's first delta.
 struct entry_target {
     uint16_t *values;
     uint32_t *deltas;
@@ -196,9 +196,9 @@ template <int BITS>
 __global__ void __launch_bounds__(THREADS, 2)
     write_rows(const uint16_t *w, int64_t rows, int64_t cols, const int64_t *row_ptr64, int64_t capacity,
                int32_t *row_ptr, uint16_t *values, uint32_t *deltas) {
-    constexpr int ROOM = WARP * MACKO_CHUNK, ROOM_WORDS = ROOM * BITS / 32 + 1;
-    __shared__ uint16_t step_values[WARPS][ROOM];
-    __shared__ uint32_t step_deltas[WARPS][ROOM_WORDS];
+    constexpr int BUFFER = WARP * MACKO_CHUNK, BUFFER_WORDS = BUFFER * BITS / 32 + 1;
+    __shared__ uint16_t step_values[WARPS][BUFFER];
+    __shared__ uint32_t step_deltas[WARPS][BUFFER_WORDS];
     const int64_t row = row_of_warp();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     if (row > rows) return;
@@ -213,14 +213,14 @@ __global__ void __launch_bounds__(THREADS, 2)
         const int64_t own = entries_of<BITS>(at), through = warp_inclusive_sum(own, lane);
         const int64_t entries = __shfl_sync(FULL_WARP, through, WARP - 1), word = entry * BITS >> 5;
         const int first_bit = int(entry * BITS & 31);
-        if (entries > ROOM) {
+        if (entries > BUFFER) {
             const entry_target memory = {values + entry, deltas + word, first_bit, num_words - word};
             if (own) write_entries<BITS>(at, through - own, memory);
         } else {
-            for (int i = lane; i < ROOM_WORDS; i += WARP) step_deltas[warp][i] = 0;
+            for (int i = lane; i < BUFFER_WORDS; i += WARP) step_deltas[warp][i] = 0;
             __syncwarp();
-            const entry_target room = {step_values[warp], step_deltas[warp], first_bit, ROOM_WORDS};
-            if (own) write_entries<BITS>(at, through - own, room);
+            const entry_target buffer = {step_values[warp], step_deltas[warp], first_bit, BUFFER_WORDS};
+            if (own) write_entries<BITS>(at, through - own, buffer);
             __syncwarp();
             for (int i = lane; i < entries; i += WARP) values[entry + i] = step_values[warp][i];
             // The step before, other rows' steps and this one share words.

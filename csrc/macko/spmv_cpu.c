@@ -60,7 +60,7 @@ MACKO_INLINE MACKO_TARGET_AVX2 int dot_avx2(const context *c, macko_dtype dtype,
         const int64_t base = next, second = next + unit[0].span;
         next = delta_bits == 8 ? second + unit[1].span : second;
         if (next > m->cols) return 0;
-/* Place of entry k behind `base`, or behind `second` for the second unit, and x there. */
+/* Place of entry k after `base`, or after `second` for the second unit, and x there. */
 #define X(k)                                                                                                           \
     (delta_bits == 8 && (k) >= 8 ? x[1][macko_offset(&unit[1], 8, (k) - 8)]                                            \
                                  : x[0][macko_offset(&unit[0], delta_bits, (k))])
@@ -132,8 +132,8 @@ MACKO_INLINE MACKO_TARGET_AVX512 int64_t add_32(const context *c, macko_dtype dt
                             count > 16 ? 4 * (unsigned)(count - 16) : 0);
     }
     const macko_offsets near = macko_decode_unit(word[0], delta_bits), far = macko_decode_unit(word[1], delta_bits);
-    const int64_t behind = next + near.span + far.span - (32 - count);
-    if (behind > m->cols) return -1;
+    const int64_t end = next + near.span + far.span - (32 - count);
+    if (end > m->cols) return -1;
     __m512i x;
     if (near.span + far.span <= 128) {
         const uint64_t shift = 0x0101010101010101ull * (uint64_t)near.span;
@@ -154,7 +154,7 @@ MACKO_INLINE MACKO_TARGET_AVX512 int64_t add_32(const context *c, macko_dtype dt
     macko_widen_32(wide_x, dtype, x);
     sums[0] = _mm512_fmadd_ps(wide_v[0], wide_x[0], sums[0]);
     sums[1] = _mm512_fmadd_ps(wide_v[1], wide_x[1], sums[1]);
-    return behind;
+    return end;
 }
 
 /* 16-bit types, 2- and 4-bit deltas. */

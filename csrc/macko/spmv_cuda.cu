@@ -68,8 +68,8 @@ __device__ __forceinline__ void add_step(step_kind kind, row_step<BITS> step, co
                                          lane_sum &sum) {
     extern __shared__ uint4 x_shared[];
     const int lane = threadIdx.x % WARP;
-    uint32_t kept[LANE_CHUNKS] = {0, 0};   // bits: the chunk's entries that are the row's
-    uint32_t behind[LANE_CHUNKS] = {0, 0}; // how many of the chunk lie after the row
+    uint32_t kept[LANE_CHUNKS] = {0, 0};  // bits: the chunk's entries that are the row's
+    uint32_t after[LANE_CHUNKS] = {0, 0}; // how many of the chunk lie after the row
     if (kind == step_kind::EDGE) {
 #pragma unroll
         for (int i = 0; i < LANE_CHUNKS; i++) {
@@ -78,7 +78,7 @@ __device__ __forceinline__ void add_step(step_kind kind, row_step<BITS> step, co
             const int end = min(max(int(row.stop - entry), 0), MACKO_CHUNK);
             step.deltas[i] = keep_deltas<BITS>(step.deltas[i], begin, end);
             kept[i] = (1u << end) - (1u << min(begin, end));
-            behind[i] = MACKO_CHUNK - end;
+            after[i] = MACKO_CHUNK - end;
         }
     }
     const chunk_offsets<BITS> offsets[LANE_CHUNKS] = {chunk_offsets<BITS>(step.deltas[0]),
@@ -96,7 +96,7 @@ __device__ __forceinline__ void add_step(step_kind kind, row_step<BITS> step, co
     for (int i = 0; i < LANE_CHUNKS; i++) {
         if (kind == step_kind::EDGE && (first_chunk + i * WARP) * MACKO_CHUNK >= row.stop) break;
         if (kind == step_kind::WHOLE || kept[i])
-            sum.highest = max(sum.highest, offsets[i].at(MACKO_CHUNK - 1, positions[i], 1) - behind[i]);
+            sum.highest = max(sum.highest, offsets[i].at(MACKO_CHUNK - 1, positions[i], 1) - after[i]);
         // The only check of bounds that the gathers need: `reach` zeros lie after x.
         const uint32_t base = min(positions[i], limit);
         const uint32_t words[4] = {step.values[i].x, step.values[i].y, step.values[i].z, step.values[i].w};

@@ -202,19 +202,19 @@ MACKO_SELL_FN macko_sell_shape macko_sell_launch_shape(int64_t cols, int gap_bit
                                                        macko_sell_device device) {
     const int stage = warps * macko_sell_slot_bytes(gap_bits), fixed = macko_sell_fixed_bytes(cols);
     macko_sell_shape shape = {warps, warps > 8 ? 1 : 2, 0, 0, 0};
-    int room = macko_sell_min(device.shared_per_sm / 2 - 1024, device.shared_per_block) - MACKO_SELL_BARRIER_BYTES;
-    if (shape.blocks_per_sm == 1 || room < fixed + MACKO_SELL_MIN_STAGES * stage) {
+    int available = macko_sell_min(device.shared_per_sm / 2 - 1024, device.shared_per_block) - MACKO_SELL_BARRIER_BYTES;
+    if (shape.blocks_per_sm == 1 || available < fixed + MACKO_SELL_MIN_STAGES * stage) {
         shape.blocks_per_sm = 1;
-        room = device.shared_per_block - MACKO_SELL_BARRIER_BYTES;
+        available = device.shared_per_block - MACKO_SELL_BARRIER_BYTES;
     }
-    if (room < fixed + MACKO_SELL_MIN_STAGES * stage) return shape;
+    if (available < fixed + MACKO_SELL_MIN_STAGES * stage) return shape;
     const int wanted = ((shape.blocks_per_sm == 1 ? 80 : 48) * 1024 + stage / 2) / stage;
     const int alone = device.shared_per_sm / (shape.blocks_per_sm + 1); /* with this much, no further block fits */
-    shape.stages = macko_sell_min((room - fixed) / stage, wanted < MACKO_SELL_MIN_STAGES
-                                                              ? MACKO_SELL_MIN_STAGES
-                                                              : macko_sell_min(wanted, MACKO_SELL_MAX_STAGES));
+    shape.stages = macko_sell_min((available - fixed) / stage, wanted < MACKO_SELL_MIN_STAGES
+                                                                   ? MACKO_SELL_MIN_STAGES
+                                                                   : macko_sell_min(wanted, MACKO_SELL_MAX_STAGES));
     shape.shared_bytes = fixed + shape.stages * stage;
-    if (shape.shared_bytes < alone) shape.shared_bytes = macko_sell_min(alone, room);
+    if (shape.shared_bytes < alone) shape.shared_bytes = macko_sell_min(alone, available);
     return shape;
 }
 

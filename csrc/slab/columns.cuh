@@ -8,14 +8,14 @@ namespace macko {
 
 constexpr int COLUMN_STEPS = 4; // of a tile
 
-// The words of a column around where a step's values begin, which is `at` bits behind the column's; before, behind: of those
+// The words of a column around where a step's values begin, which is `at` bits after the column's; before, after: of those
 // beside it, which are wanted. four: 4, whose origin the compiler does not know.
 __device__ __forceinline__ void load_around(uint32_t (&words)[3], uint32_t at, uint32_t column, uint32_t four,
-                                            bool before, bool behind) {
+                                            bool before, bool after) {
     const uint32_t row = (at & ~31u) * four + column;
     if (before) words[0] = load_row<-1>(row);
     words[1] = load_row<0>(row);
-    if (behind) words[2] = load_row<1>(row);
+    if (after) words[2] = load_row<1>(row);
 }
 
 // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
@@ -31,7 +31,7 @@ struct column_reader {
 
     __device__ __forceinline__ explicit column_reader(const NUMBERS &numbers) : numbers(numbers) {
     }
-    // Behind what the codec holds of its own, as registers are given out in that order.
+    // After what the codec has of its own, as registers are given out in that order.
     __device__ __forceinline__ void hold(int tile, int lane) {
         const bool tail = tile >= MACKO_SLAB_TILES / 2, odd = tile % 2;
         before = held((tail ? 8u : 0) | (odd ? 8u << (tail ? 24 : 16) : 0));

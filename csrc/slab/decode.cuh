@@ -14,7 +14,7 @@ __device__ __forceinline__ void read_32(uint32_t &to, uint32_t from) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
 }
 
-// 16 bytes: nothing but this keeps them behind the pipeline's barrier, where no load before gave their address.
+// 16 bytes: nothing but this keeps them after the pipeline's barrier, where no load before gave their address.
 __device__ __forceinline__ void read_128(uint32_t (&to)[4], uint32_t from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])

@@ -61,9 +61,7 @@ struct experts_walk {
 template <class CODEC, class SHAPE>
 __device__ __forceinline__ void experts_count(const experts_task<CODEC> &task, int *firsts, int *tiles, int *sums) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const auto end_of = [&](int expert) {
-        return expert < 0 ? 0 : min(max(task.ends[expert], 0), (int)task.tokens);
-    };
+    const auto end_of = [&](int expert) { return expert < 0 ? 0 : min(max(task.ends[expert], 0), (int)task.tokens); };
     int before = 0;
     for (int begin = 0; begin < task.experts; begin += SHAPE::THREADS) {
         const int expert = begin + threadIdx.x;
@@ -129,8 +127,7 @@ struct experts_fetch {
         for (int i = 0; i < bytes; i += UNROLLED * STEP)
 #pragma unroll
             for (int k = 0; k < UNROLLED; k++)
-                if (k == 0 || i + k * STEP < bytes)
-                    copy_async_ahead(to + at + i + k * STEP, source + i + k * STEP);
+                if (k == 0 || i + k * STEP < bytes) copy_async_ahead(to + at + i + k * STEP, source + i + k * STEP);
     }
     // Tokens that are not there stay what they are: their sums are not stored.
     __device__ __forceinline__ void tokens_of_slab() const {
@@ -213,9 +210,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
             if (stage == fetch.ring_end) stage = fetch.ring;
         }
         product.meet(meeting, group, thread); // what it has of the item before is read: a stage's barrier lies between
-        product.own(group, here.tokens, [&](int eight, const float (&s)[4]) {
-            experts_store(task, here, eight, thread, s);
-        });
+        product.own(group, here.tokens,
+                    [&](int eight, const float (&s)[4]) { experts_store(task, here, eight, thread, s); });
     }
     wait_copies<0>();
 #endif

@@ -81,7 +81,8 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
     for (int64_t e = 0; e < experts; e++) {
         const int64_t end = reads<int32_t>(ends)[e];
         if (end < begin || end > tokens)
-            fail(op, "ends[", e, "] is ", end, ", expected ", begin, " to ", tokens, ": the first row behind expert ", e);
+            fail(op, "ends[", e, "] is ", end, ", expected ", begin, " to ", tokens, ": the first row behind expert ",
+                 e);
         if (end == begin) continue;
         Tensor of_expert = narrowed(y, 0, begin, end - begin);
         linear_by_blocks(narrowed(x_any, 0, begin, end - begin), rows, std::nullopt, of_expert,

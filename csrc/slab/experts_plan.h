@@ -34,9 +34,8 @@ MACKO_SLAB_FN int64_t macko_experts_besides(int64_t experts) {
 
 /* The plan of a launch that writes nothing but the zeros of rows that are no expert's. */
 MACKO_SLAB_FN macko_experts_plan macko_experts_plan_of_zeros(const macko_experts_problem *p) {
-    const macko_experts_plan plan = {.tile = MACKO_EXPERTS_LEAST_TOKENS,
-                                     .blocks = p->sms,
-                                     .shared_bytes = (int)macko_experts_besides(p->experts)};
+    const macko_experts_plan plan = {
+        .tile = MACKO_EXPERTS_LEAST_TOKENS, .blocks = p->sms, .shared_bytes = (int)macko_experts_besides(p->experts)};
     return plan;
 }
 

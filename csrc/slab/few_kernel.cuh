@@ -48,7 +48,7 @@ constexpr int MIN_HALVES = 4;       // two of either half of the warpgroups: one
 constexpr int GOOD_HALVES = 6;
 // Of memory's rate, what a kernel asks for where there is much to do; more than it gets, or it would be missing wherever a
 // block is late. Where there is little, the first stage counts. (Chosen on an H200, 4680 of 4814 bytes a ns. On an H100, of
-// 3352, with this pace, 3258, and not an H200's, three shapes take 2 to 10 % less time launched alone; one behind another
+// 3352, with this pace, 3258, and not an H200's, three shapes take 2 to 10 % less time launched alone; back to back
 // from 2 % less to 2 % more.)
 constexpr double MEMORY_SHARE = 0.972;
 constexpr int WARPGROUP =
@@ -102,7 +102,7 @@ struct few_shape {
     static constexpr bool MANY_SUMS = TOKENS > 32;
     static constexpr int PASSES = MANY_SUMS ? 8 : TOKENS > 16 ? 2 : 1;
     static constexpr int SUMS_BYTES = WARPGROUPS * WARPGROUP * TOKENS * 2 / PASSES; // a thread has TOKENS / 2 floats
-    // Behind the last stage's tokens, half of TOKENS at least, wgmma reads on: into the sums.
+    // After the last stage's tokens, half of TOKENS at least, wgmma reads on: into the sums.
     static_assert(TOKENS <= 16 || TOKENS / 2 * MACKO_SLAB_TILE_COLS * 2 <= SUMS_BYTES);
     static_assert(REGISTERS * WARPGROUPS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (WARPGROUPS + 1));
 };
@@ -190,6 +190,11 @@ __device__ __forceinline__ void make_barriers(const few_task<CODEC> &task, const
     sm90::fence_barrier_init();
 }
 
+// One of a producer warp's stages.
+struct produced_stage {
+    int stage, round; // in the pipeline; stages before this round of it
+};
+
 // A producer warp: every fourth stage. (One warp alone took longer for a stage than its copies take.) Its first lanes
 // hold where its next four slabs begin and end.
 template <int TOKENS, class CODEC>
@@ -199,11 +204,11 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
     const int lane = threadIdx.x % WARP, warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP % PRODUCERS, 0);
     const uint32_t began = nanoseconds();
     // Before anything else a block asks where its first slabs are, and has what lies about where they should be
-    // prefetched to L2 until that is known.
+    // prefetched to L2 until those have come.
     const bool fewer = cluster >= task.more;
     const int first_slab = few_first_slab(task, cluster, rank);
     int from = 0, to = 0, next_from = 0, next_to = 0;
-    if (!CODEC::SAME_SIZE && lane < AT_ONCE) { // those behind what is the block's are not used
+    if (!CODEC::SAME_SIZE && lane < AT_ONCE) { // those after the block's own are not used
         const int32_t *at = task.offsets + min(first_slab + warp + lane * PRODUCERS, task.all_slabs - 1);
         asm volatile("ld.global.s32 %0, [%1];" : "=r"(next_from) : "l"(at));
         asm volatile("ld.global.s32 %0, [%1 + 4];" : "=r"(next_to) : "l"(at));
@@ -226,17 +231,14 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
     // Stage after stage, the slabs of a block are neighbours, but for one leap.
     const int shares = work.left * task.slabs + work.start - whole_stages, wholes = work.first_row_block * task.slabs;
     const uint64_t policy = evict_first();
-    struct position {     // one of the warp's stages
-        int stage, round; // in the pipeline; stages before this round of it
-    };
-    const auto next = [&](position &p) {
+    const auto next = [&](produced_stage &p) {
         p.stage += PRODUCERS;
         if (p.stage >= task.stages) {
             p.stage = warp;
             p.round += task.stages;
         }
     };
-    position load{warp, 0}, here = load;
+    produced_stage load{warp, 0}, here = load;
     for (int i = 0; !CODEC::SAME_SIZE && i < lane % AT_ONCE; i++) next(load);
     const auto load_offsets = [&](int &from, int &to, bool asked) {
         const int i = load.round + load.stage;
@@ -353,7 +355,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     const few_work work(task, cluster, rank);
     constexpr bool HALVES = SHAPE::HALVES;
     const int first_tile = HALVES ? warpgroup % 2 * 2 : warpgroup, turn = HALVES ? warpgroup / 2 : 0;
-    const auto own_stages = [&](int stages, int before) { // of so many, behind so many
+    const auto own_stages = [&](int stages, int before) { // of so many, after so many
         return HALVES ? (stages + !((turn + before) % 2)) / 2 : stages;
     };
     // The upper half of a descriptor is the same for all stages, the lower one has a fixed distance from the slab.
@@ -560,7 +562,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
         // The sums of the four warpgroups, in shared memory: [tile][fours][thread] of four floats. Where the row block
         // is split, what they add up to goes on to the block that adds it to that of the others.
         const int output = output_of(first_row);
-        const bool at_once = SHAPE::MANY_SUMS && !whole; // there is room for all sums: no stage is needed any more
+        const bool at_once = SHAPE::MANY_SUMS && !whole; // all sums fit: no stage is needed any more
         const uint32_t sums_at = at_once ? memory.stages : memory.sums;
         const auto add_up = [&](int pass, int fours) { // of each thread's sums pass * fours * 4 on
 #pragma unroll 1
@@ -684,7 +686,7 @@ cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, 
                         few_plan *plan) {
     using SHAPE = few_shape<TOKENS, CODEC>;
     // Which blocks do what does not depend on the tokens, so that a token's bits do not; how many stages there are does.
-    // Behind the last value (MACKO_SLAB_OVERREAD) is what may be read, and so is behind the last token: the sums.
+    // After the last value (MACKO_SLAB_OVERREAD) is what may be read, and so is after the last token: the sums.
     plan->tokens_at = (int)ceil_div(widest * MACKO_SLAB_UNIT, 1024) * 1024;
     const int least_bytes = plan->tokens_at + MACKO_SLAB_TILES * token_bytes,
               most_bytes = plan->tokens_at + MACKO_SLAB_TILES * TOKENS * MACKO_SLAB_TILE_COLS * 2;
@@ -699,11 +701,11 @@ cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, 
         // Sums of a split row block: at most twice as many as a warpgroup has (few_split).
         const int area = shares.split * (shares.halves ? 1 : 2) * WARPGROUP * TOKENS * 2;
         const int areas = SHAPE::MANY_SUMS ? 0 : area * (1 + shares.crosses);
-        const int room = device.shared_bytes - BARRIER_BYTES - SHAPE::SUMS_BYTES - areas;
+        const int available = device.shared_bytes - BARRIER_BYTES - SHAPE::SUMS_BYTES - areas;
         // In halves an even number: so a stage belongs to the same warpgroups at every turn. Else one could wait for the
         // next phase of a barrier before the last one has ended, which parity cannot tell from the one after it.
         const auto stages_of = [&](int bytes) {
-            const int most = std::min(room / bytes, MAX_STAGES);
+            const int most = std::min(available / bytes, MAX_STAGES);
             return SHAPE::HALVES ? most / 2 * 2 : most;
         };
         int stages = stages_of(most_bytes), stage_bytes = most_bytes;
@@ -732,7 +734,7 @@ cudaError_t choose_plan(int row_blocks, int slabs, int widest, int token_bytes, 
         }
         plan->stages = stages;
         plan->stage_bytes = stage_bytes;
-        plan->shared_bytes = device.shared_bytes - room + stages * stage_bytes;
+        plan->shared_bytes = device.shared_bytes - available + stages * stage_bytes;
     }
     return plan->cluster ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -743,18 +745,18 @@ template <class CODEC, int TOKENS>
 cudaError_t plan_of(int row_blocks, int slabs, int widest, int token_bytes, const device_info &device, few_plan *plan) {
     constexpr size_t MOST = 4096;
     static std::mutex mutex;
-    static std::map<std::array<int, 6>, few_plan> known;
+    static std::map<std::array<int, 6>, few_plan> plans;
     const std::lock_guard<std::mutex> lock(mutex);
     const std::array<int, 6> key = {device.index, device.num_sms, row_blocks, slabs, widest, token_bytes};
-    if (const auto found = known.find(key); found != known.end()) {
+    if (const auto found = plans.find(key); found != plans.end()) {
         *plan = found->second;
         return cudaSuccess;
     }
     *plan = {};
     if (const cudaError_t error = choose_plan<CODEC, TOKENS>(row_blocks, slabs, widest, token_bytes, device, plan))
         return error;
-    if (known.size() >= MOST) known.clear();
-    known[key] = *plan;
+    if (plans.size() >= MOST) plans.clear();
+    plans[key] = *plan;
     return cudaSuccess;
 }
 

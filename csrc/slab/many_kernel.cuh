@@ -85,7 +85,7 @@ struct many_shape {
     static_assert(BOX <= 256 && OUT_BOX <= 256 && BOX % 8 == 0 && OUT_BOX % 8 == 0 && OUT_TOKENS % 16 == 0);
     // Barriers of the exchange are two, used alternately. When the next one but one is used, this segment's stage is
     // free: of the three one is not given away, so it has stages for its output, and each block has a half slab of the
-    // two behind it at least (deal, many_plan.c).
+    // two after it at least (deal, many_plan.c).
     static_assert(SPLIT_K == 1 || 3 * ROW_BLOCKS + MACKO_SLAB_HALF_TILES >= MAX_STAGES);
     // So many tiles before the end of a segment its second warpgroup lets the first one go ahead: then one exchanges,
     // gives or stores its sums while the other multiplies.
@@ -180,7 +180,7 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
 
 // Gives a consumer warpgroup the next stage as scratch memory, for sums or output: full without a copy.
 template <class SHAPE, class CODEC>
-__device__ __forceinline__ void lend_stage(const many_task<CODEC> &task, uint32_t smem, sm90::pipeline_state &x) {
+__device__ __forceinline__ void scratch_stage(const many_task<CODEC> &task, uint32_t smem, sm90::pipeline_state &x) {
     sm90::producer_acquire(smem + SHAPE::X_EMPTY, x);
     if (threadIdx.x % WARP == 0) {
         const uint32_t full = smem + SHAPE::X_FULL + x.stage * 8;
@@ -248,7 +248,7 @@ __device__ __forceinline__ void fetch_partials(const many_task<CODEC> &task, uin
             x.advance(task.stages.x);
         }
     }
-    for (int i = 0; i < SHAPE::ROW_BLOCKS; i++) lend_stage<SHAPE>(task, smem, x); // for the output
+    for (int i = 0; i < SHAPE::ROW_BLOCKS; i++) scratch_stage<SHAPE>(task, smem, x); // for the output
     producer_tail<SHAPE>(task, smem, x);
 }
 
@@ -307,7 +307,7 @@ __device__ __forceinline__ void fetch_tokens(const many_task<CODEC> &task, uint3
         begin();
         if (SHAPE::SPLIT_K > 1) // stages for the sums from the other block
             for (int i = 0; i < SHAPE::ROW_BLOCKS; i++) {
-                lend_stage<SHAPE>(task, smem, x);
+                scratch_stage<SHAPE>(task, smem, x);
                 if (lane == 0)
                     sm90::barrier_arrive_remote(smem + SHAPE::MAY_SEND + (segments % 2 * SHAPE::ROW_BLOCKS + i) * 8,
                                                 share.rank ^ 1);
@@ -317,7 +317,7 @@ __device__ __forceinline__ void fetch_tokens(const many_task<CODEC> &task, uint3
             named_barrier_arrive(TOKENS_FETCHED, 2 * WARP);
             return;
         }
-        for (int i = 0; i < stages_of_output<SHAPE>(segment); i++) lend_stage<SHAPE>(task, smem, x);
+        for (int i = 0; i < stages_of_output<SHAPE>(segment); i++) scratch_stage<SHAPE>(task, smem, x);
     }
     begin();
     producer_tail<SHAPE>(task, smem, x);
@@ -518,7 +518,7 @@ __device__ __forceinline__ void exchange_partials(const many_task<CODEC> &task, 
     x = x.ahead(SHAPE::ROW_BLOCKS, stages);
 }
 
-// The epilogue: bias, rounding, and by stmatrix into the stage of the x pipeline that was lent for it, as [token][64
+// The epilogue: bias, rounding, and by stmatrix into the scratch stage of the x pipeline, as [token][64
 // rows], swizzled by 128 bytes. The store warp goes on from there. Where y cannot be stored by TMA, plain stores follow
 // at once.
 template <class SHAPE, class CODEC>
@@ -540,10 +540,10 @@ __device__ __forceinline__ void epilogue(const many_task<CODEC> &task, uint32_t 
         if (row < task.rows) scale[0] = task.weights.scales[row] * CODEC::FOLD;
         if (row + 8 < task.rows) scale[1] = task.weights.scales[row + 8] * CODEC::FOLD;
     }
-    const sm90::pipeline_state lent = x.ahead(warpgroup, task.stages.x);
-    sm90::consumer_wait(smem + SHAPE::X_FULL, lent);
+    const sm90::pipeline_state scratch = x.ahead(warpgroup, task.stages.x);
+    sm90::consumer_wait(smem + SHAPE::X_FULL, scratch);
     x = x.ahead(SHAPE::ROW_BLOCKS, task.stages.x);
-    const uint32_t staged = smem + SHAPE::X + lent.stage * SHAPE::STAGE_BYTES;
+    const uint32_t staged = smem + SHAPE::X + scratch.stage * SHAPE::STAGE_BYTES;
     const uint32_t to = staged + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2 ^ lane % 8) << 4);
 #pragma unroll
     for (int i = 0; i < SHAPE::OUT_TOKENS / 16; i++) {

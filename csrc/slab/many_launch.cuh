@@ -137,14 +137,14 @@ cudaError_t plan_many(const slab_weight<CODEC> &weight, int64_t tokens, macko_sl
     constexpr size_t MOST = 4096;
     constexpr int UNIT = MACKO_SLAB_MANY_TOKENS_UNIT;
     static std::mutex mutex;
-    static std::map<std::array<int64_t, 6>, macko_slab_many_plan> known;
+    static std::map<std::array<int64_t, 6>, macko_slab_many_plan> plans;
     int64_t fitting = 0; // which shapes: all that a plan depends on of the largest slab
     for_shapes<CODEC>([&](int, auto shape) { fitting = fitting * 2 + fits(decltype(shape)::plain(), widest, device); });
     // What it depends on: of the tokens, how many units they fill.
     const std::array<int64_t, 6> key = {device.index, device.num_sms, macko_slab_row_blocks(rows),
                                         cols,         fitting,        ceil_div(tokens, UNIT)};
     const std::lock_guard<std::mutex> lock(mutex);
-    if (const auto found = known.find(key); !forced && found != known.end()) {
+    if (const auto found = plans.find(key); !forced && found != plans.end()) {
         *plan = found->second;
         return cudaSuccess;
     }
@@ -155,8 +155,8 @@ cudaError_t plan_many(const slab_weight<CODEC> &weight, int64_t tokens, macko_sl
         if (macko_slab_many_choose(&problem, &way, plan)) return cudaSuccess;
     }
     if (!macko_slab_many_choose(&problem, nullptr, plan)) return cudaErrorInvalidValue;
-    if (known.size() >= MOST) known.clear();
-    known[key] = *plan;
+    if (plans.size() >= MOST) plans.clear();
+    plans[key] = *plan;
     return cudaSuccess;
 }
 

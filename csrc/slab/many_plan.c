@@ -23,13 +23,13 @@ static int64_t max_of(int64_t a, int64_t b) {
 
 bool macko_slab_many_fit_stages(macko_slab_many_shape shape, int widest, int shared_bytes,
                                 macko_slab_many_stages *stages) {
-    const int room = shared_bytes - MACKO_SLAB_MANY_BARRIER_BYTES;
+    const int available = shared_bytes - MACKO_SLAB_MANY_BARRIER_BYTES;
     stages->slab_bytes = (widest * MACKO_SLAB_UNIT + MACKO_SLAB_OVERREAD + 127) / 128 * 128;
     const int slabs_bytes = shape.row_blocks * stages->slab_bytes,
               least = MACKO_SLAB_MANY_MIN_SLAB_STAGES * slabs_bytes;
-    stages->x = (int)min_of((room - least) / macko_slab_x_stage_bytes(shape), macko_slab_max_x_stages(shape));
-    if (room < least || stages->x < macko_slab_min_x_stages(shape)) return false;
-    stages->slabs = (int)min_of((room - stages->x * macko_slab_x_stage_bytes(shape)) / slabs_bytes,
+    stages->x = (int)min_of((available - least) / macko_slab_x_stage_bytes(shape), macko_slab_max_x_stages(shape));
+    if (available < least || stages->x < macko_slab_min_x_stages(shape)) return false;
+    stages->slabs = (int)min_of((available - stages->x * macko_slab_x_stage_bytes(shape)) / slabs_bytes,
                                 MACKO_SLAB_MANY_MAX_SLAB_STAGES);
     return true;
 }
@@ -85,7 +85,7 @@ static int64_t time_of(const int *shares, int clusters, int half_slabs, int64_t 
     return last;
 }
 
-/* The split tiles, and what is known of them. */
+/* The split tiles, and what they take. */
 typedef struct split_work {
     int clusters, tiles, half_slabs, split_k;
     bool evenly;   /* each tile as the others */

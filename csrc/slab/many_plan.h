@@ -55,7 +55,7 @@ typedef struct macko_slab_many_stages {
     int x, slabs;
     int slab_bytes; /* kept for a slab */
 } macko_slab_many_stages;
-/* How many stages a block of a device has room for, with slabs of up to `widest` units; false where it is too few. */
+/* How many stages fit a block of a device, with slabs of up to `widest` units; false where it is too few. */
 bool macko_slab_many_fit_stages(macko_slab_many_shape shape, int widest, int shared_bytes,
                                 macko_slab_many_stages *stages);
 MACKO_SLAB_SHAPE_FN int macko_slab_many_shared_bytes(macko_slab_many_shape shape, macko_slab_many_stages stages) {

@@ -47,11 +47,13 @@ macko_path path_of(const typename Kind::Matrix &m, int64_t tokens, bool several_
                                         .sms = device.num_sms,
                                         .shared_bytes = ring_shared_bytes(device)};
     macko_ring_shape shape;
-    const bool has_ring = device.major >= 8 && macko_ring_shape_of(&problem, &shape);
-    return macko_slab_path(
-        m.rows, m.cols, macko_few_tokens(m.rows, several_outputs, Kind::waits(m)),
-        has_ring ? macko_ring_tokens_of(device.major) : 0, tokens,
-        {.is_gpu = true, .has_wgmma = has_wgmma(device.major), .has_limit = !!limit, .limit = limit ? *limit : 0});
+    const bool has_ring = macko_ring_shape_of(&problem, &shape);
+    return macko_slab_path(m.rows, m.cols, macko_few_tokens(m.rows, several_outputs, Kind::waits(m)),
+                           has_ring ? macko_ring_tokens_of(device.major) : 0, tokens,
+                           {.is_gpu = true,
+                            .has_wgmma = macko_has_wgmma(device.major),
+                            .has_limit = !!limit,
+                            .limit = limit ? *limit : 0});
 }
 
 // The outputs of a product, as kernels store them; their memory is not known yet. Nothing where kernels cannot: a row block

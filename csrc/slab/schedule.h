@@ -17,7 +17,7 @@
  * A cluster's share, in the order in which it works:
  *     [ whole tiles ][ the end of a tile: partial sums to the workspace ][ the beginning of a tile, with its fix-up ]
  * Whole tiles come first: all clusters walk the same columns of them at the same time, and find in L2 what the others
- * have read. Behind split ones each stood at columns of its own, and 4096 x 11008 by 4096 tokens took 2.0 GB from memory
+ * have read. After split ones each stood at columns of its own, and 4096 x 11008 by 4096 tokens took 2.0 GB from memory
  * for 0.47 GB (H100, ncu, 2026-11-26).
  * A segment is what a share has of one tile. Both blocks of a cluster work on it: two halves of its half slabs
  * (split-K), or all of them for neighbouring rows.

@@ -16,8 +16,9 @@ extern template cudaError_t slide_run<MACKO_SLIDE_F16>(slide_kind, slide_size, c
 extern template cudaError_t slide_run<MACKO_SLIDE_BF16>(slide_kind, slide_size, const macko_slide_gemm_args &, int,
                                                         cudaStream_t);
 
-// The same for GPUs without wgmma; cudaErrorNotSupported where the type needs a later one.
-cudaError_t slide_run_mma(slide_kind kind, const macko_slide_gemm_args &args, cudaStream_t stream);
+// The same for GPUs without wgmma; cudaErrorNotSupported where the type needs a later one. asked: where not NULL it only
+// says how many bytes of workspace that wants.
+cudaError_t slide_run_mma(slide_kind kind, const macko_slide_gemm_args &args, cudaStream_t stream, int64_t *asked);
 
 namespace {
 
@@ -59,12 +60,21 @@ slide_size size_of_tile(slide_kind kind, const macko_slide_gemm_args &args, int 
 } // namespace
 } // namespace macko
 
+cudaError_t macko_slide_gemm_workspace(const macko_slide_gemm_args *args, int64_t *bytes) {
+    using namespace macko;
+    *bytes = 0;
+    device_info device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    if (macko_has_wgmma(device.major)) return cudaSuccess;
+    return slide_run_mma(args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE, *args, nullptr, bytes);
+}
+
 cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_t stream) {
     using namespace macko;
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
     const slide_kind kind = args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE;
-    if (!has_wgmma(device.major)) return slide_run_mma(kind, *args, stream);
+    if (!macko_has_wgmma(device.major)) return slide_run_mma(kind, *args, stream, nullptr);
     const slide_size size = size_of_tile(kind, *args, device.num_sms);
     switch (args->weight.shape.type) {
     case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, size, *args, device.num_sms, stream);

@@ -43,6 +43,7 @@ enum slide_size : int {
     SLIDE_128x128 = 128 << 16 | 128,
     SLIDE_128x192 = 128 << 16 | 192,
     SLIDE_128x256 = 128 << 16 | 256,
+    SLIDE_256x128 = 256 << 16 | 128, // of GPUs without wgmma
 };
 
 __host__ __device__ constexpr int slide_size_rows(slide_size size) {
@@ -485,6 +486,7 @@ cudaError_t slide_run_kind(slide_size size, const macko_slide_gemm_args &args, i
     case SLIDE_128x128: return slide_launch<TYPE, KIND, SLIDE_128x128>(args, num_sms, stream);
     case SLIDE_128x192: return slide_launch<TYPE, KIND, SLIDE_128x192>(args, num_sms, stream);
     case SLIDE_128x256: return slide_launch<TYPE, KIND, SLIDE_128x256>(args, num_sms, stream);
+    case SLIDE_256x128: break;
     }
     return cudaErrorInvalidValue;
 }

@@ -133,6 +133,13 @@ Tensor multiply(const char *op, macko_slide_gemm_args args, const Tensor &x, Sca
     const bool cut = args.out_stride != rows;
     if (cut) out = torch::stable::new_empty(x, with_last(x, args.out_stride), dtype);
     args.out = out.mutable_data_ptr();
+    int64_t bytes = 0;
+    STD_CUDA_CHECK(macko_slide_gemm_workspace(&args, &bytes));
+    std::optional<Tensor> workspace;
+    if (bytes) {
+        workspace = torch::stable::new_empty(out, {bytes}, ScalarType::Byte);
+        args.workspace = workspace->mutable_data_ptr();
+    }
     const cudaError_t status = macko_slide_gemm_cuda(&args, current_stream(out));
     if (status == cudaErrorNotSupported)
         fail(op, "float8 needs a GPU of compute capability 8.9 or later, and kernels built for 8.9 or later ",
@@ -255,7 +262,8 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
     const auto bias = checked_bias(op, bias_any, "tiles", packed, x_any.scalar_type(), weight.shape.rows);
     const DeviceOf guard(packed);
     const Tensor x = as_contiguous(x_any);
-    macko_slide_gemm_args args{weight, x.const_data_ptr(), nullptr, data_of(bias), nullptr, tokens, from, cols, 0, 0};
+    macko_slide_gemm_args args{weight, x.const_data_ptr(), nullptr, data_of(bias), nullptr, tokens, from, cols, 0, 0,
+                               nullptr};
     // Plain 2:4 and dense 16-bit weights take x as it is, where its rows are what the kernel can read.
     const bool as_is = !is_8_bit(weight.shape.type) && (n == 0 || n == 2) &&
                        (cols == macko_slide_depth(cols, int(n)) || (x.is_cuda() && cols >= 8 && cols % 8 == 0)) &&
@@ -303,10 +311,10 @@ Tensor slide_gemm(const Tensor &lifted_any, const Tensor &token_scale_any, const
     const auto bias = checked_bias(op, bias_any, "packed", packed, out_dtype, weight.shape.rows);
     const DeviceOf guard(packed);
     const Tensor lifted = as_contiguous(lifted_any), token_scale = as_contiguous(token_scale_any);
-    return multiply(
-        op,
-        {weight, lifted.const_data_ptr(), reads<float>(token_scale), data_of(bias), nullptr, tokens, to, depth, 0, 0},
-        lifted, out_dtype);
+    return multiply(op,
+                    {weight, lifted.const_data_ptr(), reads<float>(token_scale), data_of(bias), nullptr, tokens, to,
+                     depth, 0, 0, nullptr},
+                    lifted, out_dtype);
 }
 
 const Registered slide_layout({.name = "slide",

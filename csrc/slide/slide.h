@@ -187,6 +187,8 @@ typedef struct macko_slide_gemm_args {
     /* CUDA: the launch before it on the stream is macko_slide_quant_cuda, which made `lifted` and token_scale: the GEMM
        may be launched with PDL, to start with what does not need them. */
     int follows_quantiser;
+    /* CUDA: of macko_slide_gemm_workspace bytes, or NULL, with which no k tiles are shared by blocks. */
+    void *workspace;
 } macko_slide_gemm_args;
 
 int macko_slide_gemm_cpu(const macko_slide_gemm_args *args, int64_t begin, int64_t end);
@@ -215,6 +217,9 @@ cudaError_t macko_slide_quant_cuda(const void *x, macko_dtype dtype, int64_t tok
    cudaErrorSymbolNotFound where a device of 9.0 has a driver older than CUDA 12.0. `lifted`, out and their rows: 16-byte
    aligned. */
 cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_t stream);
+
+/* Bytes of the workspace that a call with these arguments wants, 0 for none. */
+cudaError_t macko_slide_gemm_workspace(const macko_slide_gemm_args *args, int64_t *bytes);
 #endif
 
 #ifdef __cplusplus

@@ -92,7 +92,7 @@ Tensor linear(const Tensor &x, const std::vector<Tensor> &packed, const Ints &he
 }
 
 // What compiled graphs call (macko/fuse.py), and layers under no_grad: linear's gradients are a kernel in Python, 4 us a
-// call where none is wanted either. The ops behind have none.
+// call where none is wanted either. The ops after those have none.
 constexpr auto &linear_below_autograd = linear;
 
 std::vector<Tensor> linear_parts(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header,

@@ -14,7 +14,7 @@ namespace macko {
 using Ints = std::vector<int64_t>;
 
 // Tensors in the order of the layout's own header file; the first has the dense matrix's dtype, but for slide's. header:
-// layout, rows, cols, then what the layout has besides. A view: an op's own arguments are behind it.
+// layout, rows, cols, then what the layout has besides. A view: an op's own arguments come after it.
 struct Packed {
     std::span<const Tensor> tensors;
     std::span<const int64_t> header;
@@ -88,7 +88,7 @@ inline void check_parts(const char *op, std::span<const int64_t> part_rows, int6
     int64_t sum = 0;
     for (const int64_t count : part_rows) {
         if (count < 0 || count > rows - sum)
-            fail(op, "part_rows has ", count, " behind ", sum, " rows, the matrix has ", rows);
+            fail(op, "part_rows has ", count, " after ", sum, " rows, the matrix has ", rows);
         sum += count;
     }
     if (sum != rows) fail(op, "part_rows are ", sum, " in all, the matrix has ", rows, " rows");

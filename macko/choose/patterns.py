@@ -64,4 +64,9 @@ def meant_pattern(w: Tensor) -> int:
     A mask that holds a pattern by chance has far fewer non-zeros than the pattern allows: 14:16 of 70 % zeros.
     """
     n = sparsest_pattern(w)
-    return n if n and int(w.count_nonzero()) >= PATTERN_FILLED * w.numel() * (2 * n - 2) / (2 * n) else 0
+    return n if n and is_filled(n, int(w.count_nonzero()), w.numel()) else 0
+
+
+def is_filled(n: int, nonzeros: int, weights: int) -> bool:
+    """Whether so many of so many weights of pattern (2n-2):2n are not zero that it was meant."""
+    return nonzeros >= PATTERN_FILLED * weights * (2 * n - 2) / (2 * n)

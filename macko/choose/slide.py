@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from ..weights import SLIDE_ELEMENTS, SLIDE_PATTERNS, PackedWeight, SlideWeight, sparsest_pattern
+from ..weights import (
+    SLIDE_ELEMENTS,
+    SLIDE_PATTERNS,
+    PackedWeight,
+    SlideWeight,
+    fits_pattern,
+    sparsest_pattern,
+    straddling,
+)
 from .options import Options
-from .patterns import meant_pattern
+from .patterns import is_filled, meant_pattern
 from .times import SLIDE_DTYPES, times
 
 
-def slide_gain(w: Tensor, n: int, dtype: torch.dtype, tokens: int) -> float | None:
+def slide_gain(w: Tensor | PackedWeight, n: int, dtype: torch.dtype, tokens: int) -> float | None:
     """Dense time over that of pattern n for w's shape on its GPU; None where nobody measured."""
     return times(torch.cuda.get_device_name(w.device)).slide_gain(dtype, n, w.shape, tokens)
 
 
-def slide_layout(w: Tensor, n: int, dtype: torch.dtype, tokens: int) -> int:
+def slide_layout(w: Tensor | PackedWeight, n: int, dtype: torch.dtype, tokens: int) -> int:
     """n where the pattern's kernel is the faster one for these tokens, or should be; 0, dense, elsewhere.
 
     Where nobody measured, a GPU of compute capability 9.0 takes the pattern. Any other has the kernel that is not tuned
@@ -52,9 +63,13 @@ def _pattern_of(w: Tensor, options: Options) -> int:
 
 def slides(w: Tensor, options: Options) -> bool:
     """Whether "mixed" packs w for the kernel of a pattern: w was pruned to it, and the kernel is there and faster."""
+    return _is_faster(w, meant_pattern(w), options)
+
+
+def _is_faster(w: Tensor, n: int, options: Options) -> bool:
     element = options.slide_element or w.dtype
-    n = meant_pattern(w) if SlideWeight.runs(w.device, element) else 0
-    return n > 0 and slide_layout(w, n, element, options.slide_tokens) == n
+    has_kernel = n > 0 and SlideWeight.runs(w.device, element)
+    return has_kernel and slide_layout(w, n, element, options.slide_tokens) == n
 
 
 def pack_slide(w: Tensor, options: Options) -> SlideWeight:
@@ -64,3 +79,62 @@ def pack_slide(w: Tensor, options: Options) -> SlideWeight:
     packed = SlideWeight.from_dense(w, n, element)
     layout = slide_layout(w, n, SLIDE_ELEMENTS[packed.element], options.slide_tokens)
     return packed if layout == n else SlideWeight.from_dense(w, layout, element)
+
+
+def for_faster_kernel(packed: PackedWeight, options: Options) -> PackedWeight:
+    """A weight of a pattern as that or as dense, whichever is the faster one; any other weight as it is."""
+    if not packed.pattern:
+        return packed
+    slide = cast(SlideWeight, packed)
+    return slide.as_pattern(slide_layout(slide, slide.n, SLIDE_ELEMENTS[slide.element], options.slide_tokens))
+
+
+class Whole:
+    """What weights of a checkpoint say of the rows or columns of them that one process holds, stacked.
+
+    By it each process packs its part as a single one would pack all: as the same pattern, with the same codes.
+    """
+
+    def __init__(self) -> None:
+        self._patterns = set(SLIDE_PATTERNS.values())
+        self._nonzeros = self._weights = self._cols = 0
+        self._largest: Tensor | None = None
+
+    def add(self, w: Tensor) -> None:
+        """One of the stacked weights [rows, cols], whole."""
+        self._patterns = {n for n in self._patterns if fits_pattern(w, n)}
+        self._nonzeros += int(w.count_nonzero())
+        self._weights += w.numel()
+        self._cols = w.shape[1]
+        self._largest = w.abs().amax(1) if w.numel() else w.new_zeros(len(w))
+
+    def options(self, part: Tensor, options: Options) -> Options:
+        """Options that leave no choice to the part.
+
+        Raises:
+            ValueError: the weights are not of the pattern that is asked for, or a group of it would be cut.
+        """
+        if not options.may_slide or not self._weights:
+            return options
+        sparsest = min(self._patterns, default=0)
+        n = sparsest if options.pattern == "auto" else SLIDE_PATTERNS[options.pattern]
+        name = f"{2 * n - 2}:{2 * n}"
+        if options.format == "mixed":
+            is_meant = sparsest > 0 and is_filled(sparsest, self._nonzeros, self._weights)
+            if not is_meant or not _is_faster(part, sparsest, options):
+                return options.again or options
+        if not n:
+            return options
+        if n not in self._patterns:
+            raise ValueError(f"a group of its whole rows does not fit the pattern {name}")
+        cuts = range(0, self._cols, part.shape[1] or 1)
+        if group := next(filter(None, (straddling(self._cols, at, n) for at in cuts)), ""):
+            raise ValueError(f"{group} straddles two of {len(cuts)} ranks, which have {part.shape[1]} columns each")
+        return replace(options, format="slide", pattern=name)
+
+    def packed(self, packed: PackedWeight, w: Tensor) -> PackedWeight:
+        """The packed part w, of slide's 8 bits with the codes that it has in the whole."""
+        if not isinstance(packed, SlideWeight) or packed.element >= 2 or self._cols in (0, packed.cols):
+            return packed
+        assert self._largest is not None
+        return SlideWeight.from_columns(w, self._largest.to(w.device), packed.n, packed.element)

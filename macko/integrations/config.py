@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..choose.options import Options
-from ..files import VERSION, check_about
-from ..nn.convert import MIN_SPARSITY, check_min_sparsity
+from ..files import check_about
+from ..nn.convert import least_sparsity
 from ..nn.find import IGNORED
 from ..weights import codes, takes_any_weight
 
@@ -18,6 +18,7 @@ class Settings:
 
     Args:
         format, ignore, min_sparsity, values: as in macko.sparsify_. 8 bits are made of what the files hold dense alone.
+        pattern: of format "slide" or "mixed", as "6:8"; it may be said with the format too, as "slide 6:8".
         version, layers: of a packed checkpoint; see macko.files.
 
     Raises:
@@ -32,26 +33,26 @@ class Settings:
         self,
         format: str = "auto",
         ignore: Iterable[str] = IGNORED,
-        min_sparsity: float = MIN_SPARSITY,
-        version: int = VERSION,
+        min_sparsity: float | None = None,
+        version: int = 1,
         layers: dict[str, dict[str, Any]] | None = None,
         values: str = "exact",
+        pattern: str = "auto",
     ) -> None:
         check_about({"version": version, "layers": layers}, "quantization_config")
-        check_min_sparsity(min_sparsity)
         several = isinstance(ignore, Iterable) and not isinstance(ignore, str)
         self.ignore: list[Any] = list(ignore) if several else [ignore]
         if not all(isinstance(name, str) for name in self.ignore):
             raise ValueError(f"ignore is {ignore!r}, expected names")
         self.quant_method = "macko"  # as config.json has it
-        self.format, self.min_sparsity, self.version, self.values = format, min_sparsity, version, values
+        self.format, self.version, self.values, self.pattern = format, version, values, pattern
         self.layers = {} if layers is None else layers
-        _ = self.options  # which are looked at
+        self.min_sparsity = least_sparsity(self.options, min_sparsity)
 
     @property
     def options(self) -> Options:
         """What weights are packed by that the files hold dense."""
-        return Options(self.format, self.tokens, values=self.values)
+        return Options(self.format, self.tokens, self.pattern, self.values)
 
     @property
     def layout_options(self) -> Options:
@@ -74,7 +75,8 @@ class Settings:
         Raises:
             ValueError: there is no such option, or the files are packed and 8 bits are asked for.
         """
-        old = {name: getattr(self, name) for name in ("format", "tokens", "ignore", "min_sparsity", "values")}
+        names = ("format", "tokens", "ignore", "min_sparsity", "values", "pattern")
+        old = {name: getattr(self, name) for name in names}
         if unknown := sorted(set(asked) - set(old)):
             raise ValueError(f"{where} has {', '.join(unknown)}, expected {', '.join(old)}")
         if self.layers and asked.get("values", self.values) != self.values and asked["values"] in codes.KINDS:
@@ -83,5 +85,5 @@ class Settings:
                 "with --quantization macko"
             )
         if asked.get("format", self.format) != self.format:
-            old["values"] = "exact"  # the folder's are of its own format
+            old |= {"values": "exact", "pattern": "auto", "tokens": None, "min_sparsity": None}  # the folder's format's
         return {**old, **asked, "version": self.version, "layers": self.layers}

@@ -13,6 +13,7 @@ of the engine by its name, so it is one of a module.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
 from ..choose.options import Options
+from ..choose.slide import Whole
 from ..nn.convert import convert_weight
 from ..nn.find import matching
 from ..weights import PackedWeight
@@ -53,17 +55,19 @@ _FORWARDS = {kind.forward for kind in (ColumnParallelLinear, ReplicatedLinear, R
 class MackoConfig(Settings, QuantizationConfig):
     """How a dense checkpoint is packed, and what config.json says of a packed one.
 
-    `hf_overrides={"macko": {...}}` changes format, tokens, ignore, min_sparsity and values of either.
+    `hf_overrides={"macko": {...}}` changes format, pattern, tokens, ignore, min_sparsity and values of either.
 
     Args:
-        tokens: as in macko.sparsify_, but 8 by default.
+        tokens: as in macko.sparsify_, but 8 by default; of formats "slide" and "mixed" a prompt's, 2048.
         settings: of macko.integrations.config.Settings.
     """
 
-    def __init__(self, tokens: int = TOKENS, **settings: Any) -> None:
+    def __init__(self, tokens: int | None = None, **settings: Any) -> None:
         QuantizationConfig.__init__(self)
         self.tokens = tokens
         Settings.__init__(self, **settings)
+        if tokens is None and not self.options.may_slide:
+            self.tokens = TOKENS
         self.tied = False
 
     @classmethod
@@ -169,6 +173,9 @@ class Arriving(_Method):
     uses_meta_device = True
 
     def create_weights(self, layer: nn.Module, *sizes: Any, **extra: Any) -> None:
+        self.whole = Whole()
+        if self.config.options.may_slide:
+            extra["weight_loader"] = self._looking(extra["weight_loader"])
         with torch.device("meta"):
             self.dense.create_weights(layer, *sizes, **extra)
         initialize_online_processing(layer)
@@ -177,13 +184,29 @@ class Arriving(_Method):
         if stacked.holds(layer):
             return  # vLLM calls for each layer while it loads, and for all of them at the end
         weight, least = layer.weight.data, self.config.min_sparsity
-        row, sparse = convert_weight(self.name, weight, self.run_on(weight.device, self.config.options), least)
+        try:
+            options = self.whole.options(weight, self.run_on(weight.device, self.config.options))
+            row, sparse = convert_weight(self.name, weight, options, least)
+            reason = row.reason
+        except ValueError as error:
+            reason, sparse = str(error), None
         if sparse is not None:
-            self.hold(layer, sparse.packed)
+            self.hold(layer, self.whole.packed(sparse.packed, weight))
             return
-        logger.info("%s stays dense: %s", self.name, row.reason)
+        logger.info("%s stays dense: %s", self.name, reason)
         self.note(False)
         layer.quant_method = self.dense  # to which vLLM's call at the end goes
+
+    def _looking(self, loader: Callable[..., None]) -> Callable[..., None]:
+        """A loader that looks at what it gets, the whole weight, before vLLM's takes this rank's part of it."""
+
+        @functools.wraps(loader)
+        def weight_loader(param: nn.Parameter, loaded: Tensor, *args: Any, **named: Any) -> None:
+            if not param.is_meta:  # else vLLM only counts
+                self.whole.add(loaded.to(param))
+            return loader(param, loaded, *args, **named)
+
+        return weight_loader
 
 
 class Packed(_Method):
@@ -229,7 +252,16 @@ class Packed(_Method):
     def _take(self, layer: nn.Module, device: torch.device) -> None:
         """Puts the weight into the layer, once all of it has come."""
         options = self.run_on(device, self.config.layout_options)
-        self.hold(layer, self.stack.pack(self._share(layer), self.dtype, device, options))
+        packed = self.stack.pack(self._share(layer), self.dtype, device, options)
+        if isinstance(packed, PackedWeight):
+            self.hold(layer, packed)
+            return
+        for name in self.stack.names:
+            delattr(layer, name)
+        layer.weight = nn.Parameter(packed, requires_grad=False)
+        layer.quant_method = self.dense  # to which vLLM's call at the end goes
+        self.note(False)
+        logger.info_once("macko unpacks linear layers here: dense products are faster")
 
     def _share(self, layer: Any) -> stacked.Share:
         """What this rank holds of the layer."""

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import FORMATS, __version__, _library, ops
+from ..choose.times import gpu_name, measured_gpus, times_of
 from ..nn.linear import DTYPES
 from ..weights import SellWeight, SlideWeight
 
@@ -75,6 +76,22 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
         assert torch.equal(y.cpu().double(), 64 * (x[0] @ wide.t())), "gated_linear is off"
 
 
+def kernels_of(device: torch.device) -> str:
+    """Which kernels a GPU gets for slabs, and who has measured them there."""
+    kernels, most = _library.slab_kernels(device)
+    if kernels == "none":
+        return "no kernels for tile, sparse11, dense12, dense8 and sparse8; macko and sell for one token"
+    many = "" if kernels == "wgmma" else f" up to {most} tokens"
+    name, known = gpu_name(device), times_of(device)
+    if name in measured_gpus():
+        who = "times of this GPU come with macko"
+    elif known.measured:
+        who = "times by your own `macko tune`"
+    else:
+        who = "nobody has measured this GPU, its times are counted: please run `macko tune --share`"
+    return f"{kernels} kernels for tile, sparse11, dense12, dense8 and sparse8{many}; {who}"
+
+
 def main() -> int:
     """Prints the report; 0 when all is well."""
     print(f"macko {__version__} in {Path(__file__).parent}")
@@ -88,6 +105,7 @@ def main() -> int:
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 1e9:.0f} GB"
         print(f"GPU {index}: {gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} SMs, {memory}")
+        print(f"GPU {index}: {kernels_of(torch.device('cuda', index))}")
     if not gpus:
         print("GPU: none")
 

@@ -17,11 +17,21 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from tqdm.auto import tqdm
 
-from ..choose.auto import DENSE12_SHARE, choosable, expected_us, not_dense12, pack, sparse11_note, us_of, worst_of
+from ..choose.auto import (
+    DENSE12_SHARE,
+    choosable,
+    counted_note,
+    expected_us,
+    not_dense12,
+    pack,
+    sparse11_note,
+    us_of,
+    worst_of,
+)
 from ..choose.options import VALUES, Options
 from ..choose.patterns import density_of
 from ..choose.slide import slide_note, slides
-from ..weights import SLIDE_PATTERNS, Dense12Weight, PackedWeight
+from ..weights import SLIDE_PATTERNS, Dense12Weight, PackedWeight, straddling
 from .experts import (
     FoundExperts,
     SparseExperts,
@@ -106,8 +116,7 @@ def sparsify_(
     """
     format, values = _as_now(format, values, old)
     options = Options(format, tokens, values=values)
-    least = (0.0 if options.format == "slide" else MIN_SPARSITY) if min_sparsity is None else min_sparsity
-    check_min_sparsity(least)
+    least = least_sparsity(options, min_sparsity)
     _refuse_one_layer(model, "sparsify_")
     convert = partial(convert_layer, options=options, min_sparsity=least)
     stack = partial(convert_experts, options=options, min_sparsity=least)
@@ -150,8 +159,8 @@ def compress_(
     """Holds the weights of a model's linear layers in fewer bytes, in place, zeros or none; lossless by default.
 
     Layers that hold enough zeros are packed as sparsify_ packs them, if that takes fewer bytes than 1.5 a weight. All
-    others, lm_head too, are held in 12 bits an element: dense12 (docs/lossless.md), on a GPU of compute capability 9.0,
-    where it is faster than dense. That is for bfloat16, and for float16 weights that were bfloat16 once, as those of
+    others, lm_head too, are held in 12 bits an element: dense12 (docs/lossless.md), on GPUs on which it is faster than
+    dense, as measured or by count. That is for bfloat16, and for float16 weights that were bfloat16 once, as those of
     Llama-2 were. Weights keep every bit, but for the sign of zeros where they are packed as sparse.
     Layers tied to an embedding and those too small to gain stay dense; the report says so. Otherwise as sparsify_.
 
@@ -161,7 +170,7 @@ def compress_(
     Args:
         model, filter_fn, device, progress, merge: as in sparsify_.
         ignore: layers to leave, as in sparsify_; none by default.
-        tokens: as in sparsify_, for layers that hold enough zeros.
+        tokens: as in sparsify_; dense12 is taken where it gains for so many.
         copy_tied: whether a layer that shares its weight with an nn.Embedding gets a copy of it as dense12. The
             embedding looks up single rows of the dense weight, the layer reads all of its own: so a token reads half a
             byte a weight less, and memory holds one and a half more. Training the embedding does not change the copy.
@@ -197,10 +206,17 @@ def _refuse_one_layer(model: nn.Module, what: str) -> None:
         )
 
 
-def check_min_sparsity(share: float) -> None:
-    """ValueError for what min_sparsity cannot be."""
-    if not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise ValueError(f"min_sparsity is {share!r}, expected 0 to 1")
+def least_sparsity(options: Options, asked: float | None) -> float:
+    """min_sparsity as asked for, or by default: slide gains by its kernel, other formats by zeros.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if asked is None:
+        return 0.0 if options.format == "slide" else MIN_SPARSITY
+    if not isinstance(asked, (int, float)) or not 0 <= asked <= 1:
+        raise ValueError(f"min_sparsity is {asked!r}, expected 0 to 1")
+    return asked
 
 
 def _convert_all(
@@ -243,7 +259,10 @@ def _convert_all(
         undo.pop_all()  # nothing is to be undone
     for converted in CONVERTED.values():
         converted(model)
-    return Report(rows + unpackable(model, is_experts))
+    target = device or next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return Report(
+        rows + unpackable(model, is_experts), notes=counted_note(torch.device(target), (row.us_after for row in rows))
+    )
 
 
 def warn_if_unchanged(report: Report, what: str) -> None:
@@ -321,7 +340,7 @@ def _compress_layer(
     target, copied = device or weight.device, id(weight) in tied and id(weight) in embedded
     if layer.left_out or _why_not(weight, layer.name, options, target, {} if copied else tied):
         return row, None
-    if reason := not_dense12(weight, target):
+    if reason := not_dense12(weight, target, options.layout_tokens):
         row.reason = row.reason and reason
         return row, sparse
     if copied and not copy_tied:
@@ -510,13 +529,12 @@ def check_shards(cols: int, shards: int, pattern: str) -> None:
     Raises:
         ValueError: a group straddles two shards: names them.
     """
-    width, size = -(-cols // max(1, shards)), 2 * SLIDE_PATTERNS[pattern]
+    width = -(-cols // max(1, shards))
     for shard in range(1, shards):
-        if (start := shard * width) < cols and start % size:
-            group = start // size
+        start = min(shard * width, cols)
+        if group := straddling(cols, start, SLIDE_PATTERNS[pattern]):
             raise ValueError(
-                f"group {group} of {pattern} (columns {group * size} to {group * size + size - 1}) straddles shards "
-                f"{shard - 1} and {shard} of {shards}, which meet at column {start}"
+                f"{group} straddles shards {shard - 1} and {shard} of {shards}, which meet at column {start}"
             )
 
 

@@ -12,11 +12,20 @@ from .bitmap import BitmapWeight
 from .bytes import ByteWeight, Dense8Weight, Macko8Weight, Sparse8Weight
 from .canonical import MackoWeight
 from .ec import EcWeight
-from .registry import FORMATS, SAVED, format_named, packed_in_files, takes_any_weight, with_own_files
+from .planes import Planes12Weight
+from .registry import FORMATS, SAVED, format_named, takes_any_weight, with_own_files
 from .saved import saved_as
 from .sell import SellWeight
 from .slab import Dense12Weight, SlabWeight, Sparse11Weight, TileWeight
-from .slide import SLIDE_ELEMENTS, SLIDE_PATTERNS, SLIDE_SOURCES, SlideWeight, sparsest_pattern
+from .slide import (
+    SLIDE_ELEMENTS,
+    SLIDE_PATTERNS,
+    SLIDE_SOURCES,
+    SlideWeight,
+    fits_pattern,
+    sparsest_pattern,
+    straddling,
+)
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -36,6 +45,7 @@ __all__ = [
     "Macko8Weight",
     "MackoWeight",
     "PackedWeight",
+    "Planes12Weight",
     "SellWeight",
     "SlabWeight",
     "SlideWeight",
@@ -43,12 +53,13 @@ __all__ = [
     "Sparse11Weight",
     "TileWeight",
     "codes",
+    "fits_pattern",
     "format_named",
-    "packed_in_files",
     "saved_as",
     "shards",
     "slices",
     "sparsest_pattern",
+    "straddling",
     "takes_any_weight",
     "with_own_files",
 ]

@@ -81,7 +81,11 @@ class PackedWeight:
     is_layout: ClassVar[bool] = False
     #: Dtypes of the weights it holds.
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
-    #: Made where it is loaded; saved as the dense weight, NAME.weight.
+    #: No product takes it: files alone hold it.
+    of_files: ClassVar[bool] = False
+    #: The version of macko's files from which on they may have it.
+    version: ClassVar[int] = 1
+    #: Made where it is loaded; in a state_dict the dense weight, NAME.weight.
     saved_dense: ClassVar[bool] = False
     #: Whether it gives every weight of its dtypes back as it was.
     lossless: ClassVar[bool] = True
@@ -100,6 +104,8 @@ class PackedWeight:
     stacks: ClassVar[bool] = False
     #: Layers that hold it may be merged: rows of several weights are packed together.
     merges: ClassVar[bool] = True
+    #: Whether values are codes times a scale a row (`coded`), which a part of the weight keeps as they are.
+    holds_codes: ClassVar[bool] = False
     #: The field that holds the values.
     values_name: ClassVar[str] = "values"
     #: What macko.fuse asks: whether its products on a GPU fetch weights before their input is there (PDL), and whether
@@ -157,6 +163,11 @@ class PackedWeight:
         tensors, header = torch.ops.macko.lay_out(*weight.packed, cls.number, options)
         return cls(*tensors, *header.tolist()[1:])
 
+    @classmethod
+    def holds_any_exactly(cls) -> bool:
+        """Whether another weight may take this one's place in the same format, as where an adapter is merged."""
+        return cls.any_weight and cls.lossless
+
     @property
     def header(self) -> list[int]:
         """What ops are told of the weight besides its tensors: layout, rows, cols, and what the layout has besides."""
@@ -185,7 +196,7 @@ class PackedWeight:
         return torch.ops.macko.dense(*self.packed)
 
     def unrounded(self) -> Tensor:
-        """The weight that a GPU of compute capability 9.0 multiplies; of values in 8 bits before they are rounded."""
+        """The weight that a GPU multiplies with, where it has kernels; of values in 8 bits before they are rounded."""
         return self.to_dense()
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -360,6 +371,27 @@ class PackedWeight:
         on_meta = self.device.type == "meta"
         return _canonical().zeros(self.rows, self.cols, self.dtype, "meta") if on_meta else self.to_macko().to("cpu")
 
+    def to_file(self) -> PackedWeight | Tensor:
+        """As to_saved, for files of macko's own: what a state_dict has dense may be packed there."""
+        return self.to_saved()
+
+    @classmethod
+    def stands_for_dense(cls) -> bool:
+        """Whether files hold so what a state_dict has dense, and a layer where no kernel gains by it."""
+        return False
+
+    def is_held_packed(self, by_slabs: bool) -> bool:
+        """Whether a layer that is read from a file holds this weight packed, and not dense.
+
+        Args:
+            by_slabs: whether kernels there multiply slabs faster than the dense weight.
+        """
+        return True
+
+    def parted(self) -> PackedWeight:
+        """The same weight in a format of which rows and columns can be cut."""
+        return self.materialized()
+
     def about(self) -> dict[str, Any] | None:
         """What a file says of a weight beside its tensors (`saved_as` reads it); None: nothing, it holds it dense."""
         return {"format": self.format, **self.sizes()}
@@ -461,6 +493,24 @@ class PackedWeight:
         rows = self.to_dense()[start:stop]
         return self.from_dense(rows, **self._options()) if self.keeps_format else _canonical().smallest(rows)
 
+    @property
+    def values_kept_as(self) -> str:
+        """How values are held: parts that hold them in several ways are no one weight."""
+        return "16 bits"
+
+    def coded(self) -> tuple[Tensor, Tensor]:
+        """Codes [rows, cols] and float32 scales [rows]: of a format that `holds_codes`."""
+        raise NotImplementedError
+
+    def of_codes(self, numbers: Tensor, scales: Tensor) -> Self:
+        """Another weight in this format, with the same options, of codes and scales as `coded` gives them."""
+        raise NotImplementedError
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self], rows: int) -> Self:
+        """Rows of all parts, which hold values alike, with their codes and scales; zeros up to so many rows."""
+        raise NotImplementedError
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields by name, in order."""
         return {name: getattr(self, name) for name in self.tensor_names}
@@ -526,6 +576,16 @@ class PackedWeight:
         Bit for bit that which a layout was made from.
         """
         return _canonical().from_dense(self.to_dense(), **({"delta_bits": self.delta_bits} if self.is_layout else {}))  # type: ignore[attr-defined]
+
+
+def stacked_codes(parts: Sequence[PackedWeight], rows: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of parts of one kind below each other; up to so many rows zeros, of scale 1."""
+    coded = [part.coded() for part in parts]
+    numbers = torch.cat([codes.view(torch.uint8) for codes, _ in coded])
+    more = rows - len(numbers)
+    numbers = torch.nn.functional.pad(numbers, (0, 0, 0, more)).view(coded[0][0].dtype)
+    scales = [scales for _, scales in coded]
+    return numbers, torch.cat([*scales, scales[0].new_ones(more)])
 
 
 def with_address(empty: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from . import codes
-from .base import PackedWeight, Shape, any_size
+from .base import PackedWeight, Shape, any_size, stacked_codes
 from .canonical import MackoWeight
 from .slab import AT, SlabWeight
 
@@ -23,6 +23,7 @@ class ByteWeight(SlabWeight):
     """
 
     of_dense: ClassVar[bool] = True
+    holds_codes: ClassVar[bool] = True
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     lossless: ClassVar[bool] = False
     limits: ClassVar[Mapping[str, Sequence[int]]] = {"kind": range(len(codes.KINDS))}
@@ -76,9 +77,10 @@ class ByteWeight(SlabWeight):
         return numbers.to(codes.TYPES[self.kind])
 
     def unrounded(self) -> Tensor:
-        """Codes times scales, [rows, cols], float64: what a GPU of compute capability 9.0 multiplies.
+        """Codes times scales, [rows, cols], float64: what a GPU multiplies with, from compute capability 8.0 on.
 
-        Elsewhere products are by dense rows, those of to_dense, which are rounded to dtype.
+        On a CPU, and on a GPU for more tokens than its kernels take (512 at most without wgmma), products are by dense
+        rows, those of to_dense, which are rounded to dtype.
         """
         return self.codes().double() * self.scales.double()[:, None]
 
@@ -94,13 +96,19 @@ class ByteWeight(SlabWeight):
             return self.from_codes(numbers, scales, dtype)
         return MackoWeight.smallest((numbers.float() * scales[:, None]).to(dtype))
 
+    @property
+    def values_kept_as(self) -> str:
+        return codes.KINDS[self.kind]
+
+    def coded(self) -> tuple[Tensor, Tensor]:
+        return self.codes(), self.scales
+
+    def of_codes(self, numbers: Tensor, scales: Tensor) -> Self:
+        return self.from_codes(numbers, scales, self.dtype)
+
     @classmethod
     def joined(cls, parts: Sequence[ByteWeight], rows: int) -> Self:
-        """Rows of all parts, which are of one kind and dtype, with their codes and scales; zeros up to so many."""
-        numbers, scales = torch.cat([part.codes().view(torch.uint8) for part in parts]), [part.scales for part in parts]
-        more = rows - len(numbers)
-        numbers = torch.nn.functional.pad(numbers, (0, 0, 0, more)).view(codes.TYPES[parts[0].kind])
-        return cls.from_codes(numbers, torch.cat([*scales, scales[0].new_ones(more)]), parts[0].dtype)
+        return cls.from_codes(*stacked_codes(parts, rows), parts[0].dtype)
 
     def converted(self, kind: type[PackedWeight]) -> PackedWeight | None:
         if not issubclass(kind, ByteWeight):
@@ -229,6 +237,7 @@ class Macko8Weight(PackedWeight):
     """
 
     format: ClassVar[str] = "macko8"
+    of_files: ClassVar[bool] = True
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **ByteWeight.limits,
         "delta_bits": (0, 2, 4, 8),

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import ops
-from .base import PackedWeight, Shape, not_held
+from .base import PackedWeight, Shape, not_held, stacked_codes
 
 #: Types of a slide weight's values, by SlideWeight.element, and of its activations, by SlideWeight.source.
 SLIDE_ELEMENTS = ops.SLIDE_ELEMENTS
@@ -38,6 +38,7 @@ class SlideWeight(PackedWeight):
     format: ClassVar[str] = "slide"
     counts_of_pack: ClassVar[int] = 1  # non-zeros that pruning dropped
     of_dense: ClassVar[bool] = True
+    holds_codes: ClassVar[bool] = True
     merges: ClassVar[bool] = False  # its values may be quantised, and files hold it as it is
     values_name: ClassVar[str] = "tiles"
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
@@ -97,6 +98,26 @@ class SlideWeight(PackedWeight):
         return cls(tiles, scale, tiles.new_empty(0, 0, 0), rows, cols, n, element, source)
 
     @classmethod
+    def from_codes(cls, numbers: Tensor, scale: Tensor, n: int, source: int) -> Self:
+        """Packs values of a type in SLIDE_ELEMENTS as they are, for rows that have these scales.
+
+        Raises:
+            ValueError: they do not fit the pattern, as from_dense says it.
+        """
+        return cls.from_dense(numbers.contiguous(), n, source=source).replace(scale=scale)
+
+    @classmethod
+    def from_columns(cls, w: Tensor, largest: Tensor, n: int, element: int) -> Self:
+        """Packs some columns of a weight, w [rows, cols], with the codes and scales that they have in the whole one.
+
+        Args:
+            largest: [rows], the largest magnitude of each row of the whole weight.
+            n, element: as in from_dense.
+        """
+        wide = torch.cat([w, largest.to(w)[:, None]], 1)
+        return cls.from_dense(wide, 0, element).cut(1, 0, w.shape[1]).as_pattern(n)  # type: ignore[attr-defined]
+
+    @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
         n, element, *_ = options
         size = SLIDE_ELEMENTS[element].itemsize
@@ -106,8 +127,30 @@ class SlideWeight(PackedWeight):
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight, as quantised."""
-        codes = super().to_dense()
-        return codes if self.element >= 2 else (codes.float() * self.scale[:, None]).to(self.dtype)
+        codes, scale = self.coded()
+        return codes if self.element >= 2 else (codes.float() * scale[:, None]).to(self.dtype)
+
+    def coded(self) -> tuple[Tensor, Tensor]:
+        """Values as packed and their scales, which are 1 where values are not quantised."""
+        return super().to_dense(), self.scale
+
+    def of_codes(self, numbers: Tensor, scales: Tensor) -> Self:
+        return self.from_codes(numbers, scales, self.n, self.source)
+
+    def as_pattern(self, n: int) -> Self:
+        """The same values packed as pattern (2n-2):2n, or as dense for n = 0."""
+        return self if n == self.n else self.from_codes(*self.coded(), n, self.source)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self], rows: int) -> Self:
+        """As the pattern of all parts; where they have several, or none, as the sparsest that all of them fit."""
+        patterns = {part.n for part in parts}
+        n = parts[0].n if len(patterns) == 1 and parts[0].n else -1
+        return cls.from_codes(*stacked_codes(parts, rows), n, parts[0].source)
+
+    @property
+    def values_kept_as(self) -> str:
+        return f"slide's {self._type}" if self.element < 2 else "16 bits"
 
     def _options(self) -> dict[str, int]:
         return {"n": self.n, "element": self.element, "source": self.source}
@@ -119,7 +162,11 @@ class SlideWeight(PackedWeight):
     @property
     def label(self) -> str:
         """As "slide 6:8 int8"."""
-        return f"slide {self.pattern or 'dense'} {str(SLIDE_ELEMENTS[self.element]).removeprefix('torch.')}"
+        return f"slide {self.pattern or 'dense'} {self._type}"
+
+    @property
+    def _type(self) -> str:
+        return str(SLIDE_ELEMENTS[self.element]).removeprefix("torch.")
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same weight elsewhere. Of an 8-bit one dtype changes the activations only."""
@@ -162,8 +209,14 @@ class SlideWeight(PackedWeight):
             return f"dense_tiles has shape {list(self.dense_tiles.shape)}, expected [0, 0, 0]"
         return ""
 
-    def _cut(self, dim: int, start: int, stop: int) -> PackedWeight:
-        raise ValueError(f"a weight of format {self.label} cannot be cut: pack each shard of the dense one")
+    def _cut(self, dim: int, start: int, stop: int) -> Self:
+        if dim == 1:
+            for column in (start, stop):
+                if group := straddling(self.cols, column, self.n):
+                    raise ValueError(f"{group} straddles a cut at column {column}: pack it dense, or cut it elsewhere")
+        numbers, scale = self.coded()
+        scale = scale[start:stop].clone() if dim == 0 else scale  # savers refuse parts of a memory
+        return self.of_codes(numbers.narrow(dim, start, stop - start), scale)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,10 +232,20 @@ class SlideWeight(PackedWeight):
         return super().to_dense().float()
 
 
+def straddling(cols: int, column: int, n: int) -> str:
+    """The group of pattern (2n-2):2n that a cut before a column goes through, with its columns; "" for none."""
+    group, within = divmod(column, 2 * n) if n else (0, 0)
+    if not within or column == cols:
+        return ""
+    return f"group {group} of {2 * n - 2}:{2 * n} (columns {group * 2 * n} to {group * 2 * n + 2 * n - 1})"
+
+
 def sparsest_pattern(w: Tensor) -> int:
     """The smallest n for which w [rows, cols] is of pattern (2n-2):2n, or 0."""
-    for n in SLIDE_PATTERNS.values():
-        nonzero = torch.nn.functional.pad(w != 0, (0, -w.shape[1] % (2 * n)))
-        if not w.numel() or int(nonzero.view(w.shape[0], -1, 2 * n).sum(-1).amax()) <= 2 * n - 2:
-            return n
-    return 0
+    return next((n for n in SLIDE_PATTERNS.values() if fits_pattern(w, n)), 0)
+
+
+def fits_pattern(w: Tensor, n: int) -> bool:
+    """Whether w [rows, cols] is of pattern (2n-2):2n."""
+    nonzero = torch.nn.functional.pad(w != 0, (0, -w.shape[1] % (2 * n)))
+    return not w.numel() or int(nonzero.view(w.shape[0], -1, 2 * n).sum(-1).amax()) <= 2 * n - 2

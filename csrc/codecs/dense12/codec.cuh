@@ -28,7 +28,7 @@ struct dense12_lane {
     __device__ __forceinline__ void make(uint32_t (&a)[4], uint32_t low0, uint32_t low1, const uint32_t (&table)[2],
                                          int lane) {
         const uint32_t word = codes[STEP], code = word & 0x77777777u;
-        // Of float16 the sign stands behind e[4:1] until the zeros at the end move it to its place.
+        // Of float16 the sign stands after e[4:1] until the zeros at the end move it to its place.
         constexpr bool HALF = std::is_same_v<T, __half>;
         constexpr uint32_t SIGNS = HALF ? 0x10101010u : 0x80808080u;
         constexpr int ZEROS = HALF ? 3 : 0;

@@ -4,7 +4,7 @@
  *
  * Trained weights of a matrix lie within few powers of two: seven values of a bfloat16's upper exponent bits, e[7:1],
  * hold all but some in ten thousand. So an element is a sign and a code of three bits, which names e[7:1] by a table, and
- * a byte, e[0] and the mantissa. The other elements stand in a list behind each slab. Slabs, tiles, slices, lanes, steps
+ * a byte, e[0] and the mantissa. The other elements stand in a list after each slab. Slabs, tiles, slices, lanes, steps
  * and elements are those of ../../slab/slab.h.
  *
  *   bfloat16     | s | e7 .. e1 | e0 | m6 .. m0 |      the high byte is s and e[7:1], the low one e[0] and the mantissa
@@ -94,12 +94,12 @@ void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int6
 enum {
     MACKO_DENSE12_OK = 0,
     MACKO_DENSE12_TABLE_ORDER, /* the table is not 0, then rising, then zeros, all e[7:1]; found: the byte's place */
-    MACKO_DENSE12_BOUNDS,      /* bounds do not follow each other, or end behind the slab; found: the tile and slice */
-    MACKO_DENSE12_ENTRY, /* an entry is not behind the one before it of its slice, or says more than a place; found: it */
+    MACKO_DENSE12_BOUNDS,      /* bounds do not follow each other, or end after the slab; found: the tile and slice */
+    MACKO_DENSE12_ENTRY, /* an entry is not after the one before it of its slice, or says more than a place; found: it */
     MACKO_DENSE12_LISTED, /* an entry's value has a code, or its place is outside of the matrix or is not +0.0; found: it */
     MACKO_DENSE12_OUTSIDE, /* an element outside of the matrix is not +0.0; found: byte of the slab */
     MACKO_DENSE12_CODE,    /* a code is not the lowest that stands for its e[7:1]; found: byte of the slab */
-    MACKO_DENSE12_ZERO,    /* bytes behind the list are not zero; found: byte of the slab */
+    MACKO_DENSE12_ZERO,    /* bytes after the list are not zero; found: byte of the slab */
     MACKO_DENSE12_WIDEST,  /* no slab needs so many units; found: how many */
 };
 

@@ -138,11 +138,11 @@ void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int6
 static macko_fault check_list(const macko_dense12_matrix *m, int64_t slab, const uint8_t codes[128]) {
     const int64_t block = slab / macko_slabs_across(m->cols);
     const uint8_t *const begin = m->data + slab * m->slab_units * MACKO_SLAB_UNIT;
-    const uint32_t room = (uint32_t)(m->slab_units * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4;
+    const uint32_t most = (uint32_t)(m->slab_units * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4;
     uint32_t end = 0;
     for (int tile_slice = 0; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++) {
         const uint32_t bounds = load_32(begin + MACKO_DENSE12_BOUNDS_AT + 4 * tile_slice);
-        if ((bounds & 0xffff) != end || bounds >> 16 < end || bounds >> 16 > room)
+        if ((bounds & 0xffff) != end || bounds >> 16 < end || bounds >> 16 > most)
             return (macko_fault){MACKO_DENSE12_BOUNDS, block, slab, tile_slice};
         end = bounds >> 16;
     }
@@ -167,7 +167,7 @@ static macko_fault check_list(const macko_dense12_matrix *m, int64_t slab, const
     return (macko_fault){MACKO_DENSE12_OK, block, slab, end};
 }
 
-/* Of a slab whose list is whole: its elements, and what is behind the list. */
+/* Of a slab whose list is whole: its elements, and what is after the list. */
 static macko_fault check_elements(const macko_dense12_matrix *m, int64_t slab, int64_t listed) {
     const int64_t block = slab / macko_slabs_across(m->cols);
     const origin from = slab_origin(m->cols, slab);

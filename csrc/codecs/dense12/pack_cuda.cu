@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const uint16_t *w, int64_
     if (threadIdx.x < MACKO_SLAB_TILE_SLICES)
         ((uint32_t *)(slab + MACKO_DENSE12_BOUNDS_AT))[threadIdx.x] = ends[threadIdx.x] << 16 | begin_of(threadIdx.x);
     uint32_t *const list = (uint32_t *)(slab + MACKO_DENSE12_LIST_AT);
-    const int room = (slab_units * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4;
-    for (int i = ends[MACKO_SLAB_TILE_SLICES - 1] + threadIdx.x; i < room; i += THREADS) list[i] = 0;
+    const int most = (slab_units * MACKO_SLAB_UNIT - MACKO_DENSE12_LIST_AT) / 4;
+    for (int i = ends[MACKO_SLAB_TILE_SLICES - 1] + threadIdx.x; i < most; i += THREADS) list[i] = 0;
 #pragma unroll
     for (int tile = 0; tile < MACKO_SLAB_TILES; tile++) {
         if (!__any_sync(FULL_WARP, listed[tile])) continue;

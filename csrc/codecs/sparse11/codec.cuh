@@ -60,7 +60,7 @@ struct sparse11_lane {
             at[step + 1] = at[step] + 8 * __popc(have[step]);
         }
     }
-    // A step's words, or those at the last one's end; goes_on: behind which the next tile begins.
+    // A step's words, or those at the last one's end; goes_on: after which the next tile begins.
     __device__ __forceinline__ void load(int step, uint32_t (&words)[3], uint32_t four, bool goes_on = false) const {
         load_around(words, at[step], column, four, step > 0, step < STEPS || goes_on);
     }
@@ -84,7 +84,7 @@ struct sparse11_lane {
         return __dp2a_lo(word, numbers.upper, 0u);
     }
     // The listed values of steps FIRST to STEP, one by one: few slices have any, and those mostly one, so that the word
-    // behind it is read with it. place: the lane's, as in a list.
+    // after it is read with it. place: the lane's, as in a list.
     template <int FIRST, int STEP>
     __device__ __forceinline__ void put_listed(uint32_t (&a)[4][4], uint32_t place) const {
         if (where < (uint32_t)(MACKO_SPARSE11_END_AT + 1) << 16) return;

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(THREADS)
 __global__ void __launch_bounds__(THREADS)
     write_slabs(const macko_sparse11_matrix m, const uint16_t *w, uint8_t *data) {
     constexpr int ROW_CHUNKS = MACKO_SPARSE11_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE11_MOST_ROWS / MACKO_SLAB_SLICES;
-    __shared__ uint4 rooms[MACKO_SLAB_SLICES][MOST_ROWS * ROW_CHUNKS];
+    __shared__ uint4 buffers[MACKO_SLAB_SLICES][MOST_ROWS * ROW_CHUNKS];
     __shared__ uint8_t codes[HIGHS];
     __shared__ int slice_rows[MACKO_SLAB_SLICES], listed[MACKO_SLAB_TILE_SLICES];
     find_codes(m, codes);
@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(THREADS)
         const int count = __reduce_add_sync(FULL_WARP, __popc(own.listed[tile]));
         if (from.lane == 0) listed[tile * MACKO_SLAB_SLICES + from.slice] = count;
     }
-    uint4 *const room = rooms[from.slice];
-    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) room[i] = uint4{};
+    uint4 *const buffer = buffers[from.slice];
+    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) buffer[i] = uint4{};
     __syncthreads();
 
     const int32_t *const offset = m.offsets + blockIdx.x;
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(THREADS)
                 else
                     for (int k = 0; k < WORDS; k++) words[k] |= (code >> k & 1) << (4 * i + 3);
                 if (code) {
-                    ((uint8_t *)room)[place / 4 * MACKO_SPARSE11_ROW_BYTES + column * 4 + place % 4] =
+                    ((uint8_t *)buffer)[place / 4 * MACKO_SPARSE11_ROW_BYTES + column * 4 + place % 4] =
                         (uint8_t)macko_sparse11_split(m.dtype, elements.value(step, i));
                     place++;
                 }
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(THREADS)
         list_at += slice_rows[slice] * MACKO_SPARSE11_ROW_BYTES;
     }
     __syncwarp();
-    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) ((uint4 *)(slab + values_at))[i] = room[i];
+    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) ((uint4 *)(slab + values_at))[i] = buffer[i];
 
     // The list. A thread for each tile_slice's word; then each warp the places of its own words_at.
     const auto list_of = [&](int tile_slice) { // where its places begin

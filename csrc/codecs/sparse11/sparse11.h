@@ -5,7 +5,7 @@
  * Pruned weights lie within few powers of two, fewer than dense ones: seven high bytes of a bfloat16, which are its sign
  * and e[7:1], hold all but some in a thousand. So an element is a code of three bits, which says that it has no value or
  * names the high byte by a table, and a value is the low byte, e[0] and the mantissa. Values that the table lacks stand in
- * a list behind each slab's. Zeros of either sign are dropped, NaN and Inf are values. Slabs, tiles, slices, lanes, steps and
+ * a list after each slab's. Zeros of either sign are dropped, NaN and Inf are values. Slabs, tiles, slices, lanes, steps and
  * elements are those of ../../slab/slab.h. It depends on no device and converts back bit for bit. Some 0.95 bytes a weight at density 0.5, 1.14 at 0.7.
  *
  *   bfloat16     | s | e7 .. e1 | e0 | m6 .. m0 |           the high byte is s and e[7:1], the low one e[0] and the mantissa
@@ -28,7 +28,7 @@
  *                columns, as ../../slab/columns_cpu.h has it. What no value takes is 0
  *   starts       of a lane in a slice, as there
  *   slices       of a tile and slice: the byte of the slab where the slice's values begin, and << 16 the byte of the slab
- *                where its list begins. The word behind them is MACKO_SPARSE11_END, the list of slices
+ *                where its list begins. The word after them is MACKO_SPARSE11_END, the list of slices
  *                that have none
  *   list         of each slice of a tile with values that have no code: a word each,
  *                step << 24 | lane << 19 | i << 16 | value, the
@@ -124,7 +124,7 @@ enum {
     MACKO_SPARSE11_CODE,       /* a code of no high byte, or outside of the matrix; found: byte of the slab */
     MACKO_SPARSE11_START,      /* a start is not what the codes say; found: byte of the slab */
     MACKO_SPARSE11_SLICE, /* a slice does not begin where it should, or no zeros follow them; found: byte of the slab */
-    MACKO_SPARSE11_ENTRY, /* in the list: not behind the one before it, or more than a place; found: byte of the slab */
+    MACKO_SPARSE11_ENTRY, /* in the list: not after the one before it, or more than a place; found: byte of the slab */
     MACKO_SPARSE11_LISTED, /* a listed value is zero or has a code, or its place has one or is outside; found: likewise */
     MACKO_SPARSE11_COUNT, /* the slab has another size than its codes and list say; found: the units that they say */
     MACKO_SPARSE11_ZERO,  /* not zero where no value is; found: byte of the slab */

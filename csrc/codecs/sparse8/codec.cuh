@@ -44,7 +44,7 @@ struct sparse8_lane {
             at[step + 1] = at[step] + 8 * __popc(have[step]);
         }
     }
-    // A step's words, or those at the last one's end; goes_on: behind which the next tile begins.
+    // A step's words, or those at the last one's end; goes_on: after which the next tile begins.
     __device__ __forceinline__ void load(int step, uint32_t (&words)[3], uint32_t four, bool goes_on = false) const {
         load_around(words, at[step], column, four, step > 0, step < STEPS || goes_on);
     }
@@ -54,7 +54,7 @@ struct sparse8_lane {
         const uint32_t first = funnel_shift(here[1], here[2], at[step]),
                        last = funnel_shift(next[0], next[1], at[step + 1]);
         // Of an element i < 4 the nibble is 4 - 4 have + the number of those before it, of the others 7 - 4 have - that
-        // of those behind it in the stream; 4 and more are zeros.
+        // of those after it in the stream; 4 and more are zeros.
         const int first_factor = (0x1110 - 4) >> bit(step), last_factor = -((0x1110 + 4) >> bit(step));
         const uint32_t first_ranks = have[step] * first_factor + numbers.first_none;
         bytes::make(byte_permute(first, bytes::ZEROS, first_ranks), a[0], a[1]);

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(THREADS)
 // A warp puts its slice's values together in shared memory, in which each lane's column has a bank of its own.
 __global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matrix m, const uint8_t *w, uint8_t *data) {
     constexpr int ROW_CHUNKS = MACKO_SPARSE8_ROW_BYTES / 16, MOST_ROWS = MACKO_SPARSE8_MOST_ROWS / MACKO_SLAB_SLICES;
-    __shared__ uint4 rooms[MACKO_SLAB_SLICES][MOST_ROWS * ROW_CHUNKS];
+    __shared__ uint4 buffers[MACKO_SLAB_SLICES][MOST_ROWS * ROW_CHUNKS];
     __shared__ int slice_rows[MACKO_SLAB_SLICES];
     const slice_of from(m.cols);
     uint32_t masks[TILES];
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matri
     slice_plan plan;
     plan.find(masks, from.lane);
     if (from.lane == 0) slice_rows[from.slice] = plan.rows;
-    uint4 *const room = rooms[from.slice];
-    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) room[i] = uint4{};
+    uint4 *const buffer = buffers[from.slice];
+    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) buffer[i] = uint4{};
     __syncthreads();
 
     uint8_t *const slab = data + (int64_t)m.offsets[blockIdx.x] * MACKO_SLAB_UNIT;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matri
             for (int n = 0; n < STEP_ELEMENTS; n++) {
                 const int i = nth_in_step(n);
                 if (!(masks[tile] >> macko_sparse8_bit(step, i) & 1)) continue;
-                ((uint8_t *)room)[k / 4 * MACKO_SPARSE8_ROW_BYTES + column * 4 + k % 4] =
+                ((uint8_t *)buffer)[k / 4 * MACKO_SPARSE8_ROW_BYTES + column * 4 + k % 4] =
                     (uint8_t)(words[i / 4] >> 8 * (i % 4));
                 k++;
             }
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matri
     if (from.lane == 0) slices[from.slice] = values_at;
     if (from.slice == 0 && from.lane >= MACKO_SLAB_SLICES) slices[from.lane] = 0;
     __syncwarp();
-    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) ((uint4 *)(slab + values_at))[i] = room[i];
+    for (int i = from.lane; i < plan.rows * ROW_CHUNKS; i += WARP) ((uint4 *)(slab + values_at))[i] = buffer[i];
 }
 
 } // namespace

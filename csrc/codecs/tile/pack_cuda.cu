@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(THREADS)
 __global__ void __launch_bounds__(THREADS, 4)
     write_slabs(const int32_t *offsets, int64_t rows, int64_t cols, const uint16_t *w, uint8_t *data) {
     constexpr int MOST_ROWS = MACKO_TILE_MOST_ROWS / MACKO_SLAB_SLICES;
-    __shared__ uint4 rooms[MACKO_SLAB_SLICES][MOST_ROWS * MACKO_TILE_ROW_BYTES / 16];
+    __shared__ uint4 buffers[MACKO_SLAB_SLICES][MOST_ROWS * MACKO_TILE_ROW_BYTES / 16];
     __shared__ int value_rows[MACKO_SLAB_SLICES];
     const slice_of from(cols);
     const int slice = from.slice, lane = from.lane;
@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(THREADS, 4)
     slice_plan plan;
     plan.find(own.masks, lane);
     if (lane == 0) value_rows[slice] = plan.rows;
-    uint4 *const room = rooms[slice];
-    for (int i = lane; i < plan.rows * (MACKO_TILE_ROW_BYTES / 16); i += WARP) room[i] = uint4{};
+    uint4 *const buffer = buffers[slice];
+    for (int i = lane; i < plan.rows * (MACKO_TILE_ROW_BYTES / 16); i += WARP) buffer[i] = uint4{};
     __syncthreads();
-    const uint32_t values = shared_address(room);
+    const uint32_t values = shared_address(buffer);
 #pragma unroll
     for (int stream = 0; stream < MACKO_TILE_STREAMS; stream++) {
         uint32_t next = values + lane * 4 + stream * 2;
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(THREADS, 4)
     if (lane == 0) ((uint16_t *)(slab + MACKO_TILE_SLICES_AT))[slice] = (uint16_t)first;
     if (slice == 0 && lane >= 2) ((uint32_t *)(slab + MACKO_TILE_SLICES_AT))[lane] = 0; // after the four offsets
     uint4 *const to = (uint4 *)(slab + MACKO_TILE_VALUES_AT + first * MACKO_TILE_ROW_BYTES);
-    for (int i = lane; i < plan.rows * (MACKO_TILE_ROW_BYTES / 16); i += WARP) to[i] = room[i];
+    for (int i = lane; i < plan.rows * (MACKO_TILE_ROW_BYTES / 16); i += WARP) to[i] = buffer[i];
 }
 
 } // namespace

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from .choose.auto import is_held_packed
 from .choose.options import AUTO, Options
+from .nn.experts import saved_by_expert
 from .nn.find import check_model, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
 from .nn.offload import as_in_files
@@ -189,6 +190,10 @@ def packed_state(
     layers: dict[str, dict[str, Any]] = {}
     names: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
+        if saved_by_expert(name, module):
+            raise ValueError(
+                f"{name} holds packed experts, which save_pretrained writes: this writes linear layers only"
+            )
         if isinstance(module, SparseLinear):
             first = names.setdefault(id(module), name)
             for key in (key for key in state if first != name and key.startswith(join(name, ""))):

@@ -78,9 +78,7 @@ def multiply(x: Tensor, tensors: Sequence[Tensor | None], header: Sequence[int],
     return torch.ops.aten._unsafe_view(y, y.shape) if y.requires_grad and y._is_view() else y
 
 
-def linear_experts(
-    x: Tensor, tensors: Sequence[Tensor], header: Sequence[int], rows: int, ends: Tensor
-) -> Tensor:
+def linear_experts(x: Tensor, tensors: Sequence[Tensor], header: Sequence[int], rows: int, ends: Tensor) -> Tensor:
     """Of rows ends[e - 1] up to ends[e] of x the products with expert e: torch's grouped_mm with packed weights.
 
     Args:
@@ -90,8 +88,8 @@ def linear_experts(
         ends: int32 [experts], where x is: the first row behind each expert's.
 
     Returns:
-        [tokens, rows]; zeros in the rows behind the last end. Differentiable in x. On a GPU no host waits, and where
-        the kernel takes them (docs/experts.md) a token's bits depend on no other one.
+        [tokens, rows]; zeros in the rows behind the last end. Differentiable in x. On a GPU no host waits, and up to
+        96 tokens an expert in the mean a token's bits depend on no other one.
 
     Raises:
         RuntimeError: wrong device, dtype or shape; a layout that is not of slabs; on the CPU ends that fall.

@@ -67,7 +67,8 @@ def test_experts_products_are_exact(format: str, hazard: str) -> None:
     else:
         wanted, bound = expected(x, held, ends), expected(x.abs(), held.abs(), ends)
         assert ((y.double() - wanted).abs() <= bound * (cols * 2.0**-24 + 2.0**-8)).all()
-    assert y.shape == (len(x), rows) and not y[sum(counts) :].any()
+    assert y.shape == (len(x), rows)
+    assert not y[sum(counts) :].any()
 
 
 def test_random_experts_within_the_bound() -> None:

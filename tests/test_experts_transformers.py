@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import macko
 from macko.choose.options import Options
-from macko.nn.experts import SparseExperts, Stack, UnfoldedExperts, is_experts, oriented, projections, unfolded
+from macko.nn.experts import SparseExperts, Stack, UnfoldedExperts, is_experts, oriented, projections
 
 transformers = pytest.importorskip("transformers", minversion="5.19")
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 80, 3
@@ -36,7 +37,9 @@ class AnyConfig:
             return INNER
         if "expert" in name or "routed" in name:
             return EXPERTS
-        return {"limit": 0.5, "alpha": 1.702, "cap": 3.0, "softcap": 3.0, "beta": 1.0}.get(name.rpartition("_")[2], 1e-5)
+        return {"limit": 0.5, "alpha": 1.702, "cap": 3.0, "softcap": 3.0, "beta": 1.0}.get(
+            name.rpartition("_")[2], 1e-5
+        )
 
 
 @functools.cache
@@ -76,7 +79,7 @@ def packed(dense: nn.Module, format: str) -> SparseExperts:
 
 def routed(dense: nn.Module, tokens: int = 21) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(1)
-    width = dense._parameters["down_proj"].shape[2 if dense.is_transposed else 1]
+    width = dense.down_proj.shape[2 if dense.is_transposed else 1]
     x = torch.randn(tokens, width).bfloat16()
     weights, index = torch.rand(tokens, dense.num_experts).topk(TOP_K)
     return x, index, weights
@@ -109,3 +112,293 @@ def test_every_experts_class_gives_what_grouped_mm_gives(name: str) -> None:
 
 def test_there_are_as_many_classes_as_the_page_says() -> None:
     assert len(classes()) >= 60
+
+
+# ---- Whole models ----------------------------------------------------------------------------------------------------
+
+COMMON = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"moe_intermediate_size": 256, "intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 4,
+                  "head_dim": 32},
+    "gpt_oss": {"intermediate_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
+    "deepseek_v3": {"moe_intermediate_size": 256, "intermediate_size": 96, "n_routed_experts": 8, "n_group": 2,
+                    "num_experts_per_tok": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 32,
+                    "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+                    "num_key_value_heads": 4},
+}  # fmt: skip
+
+
+def model_of(kind: str, zeros: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**COMMON, "hidden_size": 256, **MODELS[kind]})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    with torch.no_grad():
+        for module in model.modules():
+            if is_experts(module):
+                for p in module.parameters(recurse=False):
+                    p.normal_(0, 0.05)
+                    p.mul_(torch.rand(p.shape) >= zeros if p.dim() == 3 else 1)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: int = 11) -> Tensor:
+    torch.manual_seed(2)
+    return model(torch.randint(3, 256, (3, tokens)), use_cache=False).logits
+
+
+def sparse_of(model: nn.Module) -> list[SparseExperts]:
+    return [module for module in model.modules() if isinstance(module, SparseExperts)]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("format", "zeros"), [("dense12", 0.0), ("auto", 0.6)])
+def test_models_give_the_logits_of_dense(kind: str, format: str, zeros: float) -> None:
+    model = model_of(kind, zeros)
+    model.set_experts_implementation("grouped_mm")
+    wanted = logits(model)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    report = macko.sparsify_(
+        model, format=format, filter_fn=lambda module, name: name.endswith("mlp.experts"), progress=False
+    )
+    packed = sparse_of(model)
+    assert packed
+    assert not any(is_experts(module) for module in model.modules())
+    assert sum(row.format != "dense" for row in report) == 2 * len(packed)
+    assert all(len(row.shape) == 3 and row.bytes_after < row.bytes_before for row in report if row.format != "dense")
+    got = logits(model)
+    if kind == "gpt_oss":  # whose matrices lie the other way round: torch's product of them has other bits
+        assert (got - wanted).abs().max() <= 0.02 * wanted.abs().max()
+    else:  # the CPU's products are those of grouped_mm bit for bit, which no wrong route could give
+        assert torch.equal(got, wanted)
+    assert torch.equal(logits(copy.deepcopy(model)), got)
+    macko.integrations.transformers.MackoHfQuantizer(macko.MackoConfig())._dequantize(model)
+    assert not sparse_of(model)
+    assert all(torch.equal(before[key] + 0.0, tensor + 0.0) for key, tensor in model.state_dict().items())
+    assert torch.equal(logits(model), wanted)
+
+
+def test_a_bad_layer_leaves_experts_as_they_were() -> None:
+    model = model_of("mixtral")
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    experts = [name for name, module in model.named_modules() if is_experts(module)]
+
+    def stop(module: nn.Module, name: str) -> bool:
+        return name != experts[1] or 1 / 0 > 0
+
+    with pytest.raises(ZeroDivisionError):
+        macko.sparsify_(model, format="dense12", filter_fn=stop, progress=False)
+    assert not sparse_of(model)
+    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_experts_are_ignored_by_name() -> None:
+    model = model_of("mixtral")
+    report = macko.sparsify_(model, format="dense12", ignore=["*.layers.0.mlp.experts", "lm_head"], progress=False)
+    left = [row for row in report if "ignored by '*.layers.0.mlp.experts'" in row.reason]
+    assert len(left) == 2
+    assert len(sparse_of(model)) == 1
+
+
+def test_routers_are_never_packed_with_their_experts() -> None:
+    model = model_of("qwen3_moe", 0.6)
+    macko.sparsify_(model, progress=False)
+    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    assert gates
+    assert all(type(gate.weight) is nn.Parameter for gate in gates)
+
+
+def test_experts_in_8_bits_stay_dense_by_name() -> None:
+    model = model_of("mixtral")
+    report = macko.compress_(model, values="int8", progress=False)
+    rows = [row for row in report if ".experts." in row.name]
+    assert len(rows) == 4
+    assert all("experts are not rounded to 8 bits yet" in row.reason for row in rows)
+
+
+@pytest.mark.parametrize(("format", "zeros"), [("dense12", 0.0), ("sparse11", 0.6)])
+def test_state_of_packed_experts_loads_into_others(format: str, zeros: float) -> None:
+    one, other = packed(tiny("MixtralExperts", zeros), format), packed(tiny("MixtralExperts", 0.7), format)
+    state = one.state_dict()
+    assert ("gate_up_proj" in state) == (format == "dense12")
+    assert not other.load_state_dict(state).missing_keys
+    args = routed(one.to_dense())
+    assert torch.equal(one(*args), other(*args))
+
+
+def test_state_of_other_sizes_is_refused() -> None:
+    one = packed(tiny("MixtralExperts"), "dense12")
+    state = one.state_dict() | {"down_proj": torch.zeros(4, 64, 72).bfloat16()}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        one.load_state_dict(state)
+
+
+def test_half_of_packed_experts_is_half_of_the_weights() -> None:
+    sparse = packed(tiny("MixtralExperts"), "dense12")
+    wanted = sparse.gate_up_proj.half()
+    kept = wanted.bfloat16() == sparse.gate_up_proj
+    if kept.all():
+        assert torch.equal(sparse.half().gate_up_proj, wanted)
+    with pytest.raises(TypeError, match="float32"):
+        packed(tiny("MixtralExperts"), "dense12").float()
+
+
+def test_two_halves_of_expert_parallel_add_up() -> None:
+    dense = tiny("Qwen3MoeExperts")
+    x, index, weights = routed(dense)
+    whole, parts, n = packed(dense, "dense12")(x, index, weights), [], EXPERTS // 2
+    for rank in range(2):
+        half = copy.deepcopy(dense)
+        for name, p in list(half._parameters.items()):
+            half._parameters[name] = nn.Parameter(p.detach()[rank * n : (rank + 1) * n].clone(), requires_grad=False)
+        half.num_experts, half._is_expert_parallel = n, True
+        off = index // n != rank
+        parts.append(packed(half, "dense12")(x, torch.where(off, n, index % n), weights.masked_fill(off, 0)))
+    off_by = (parts[0].double() + parts[1].double() - whole.double()).abs()
+    assert (off_by <= 2 * bound(packed(dense, "dense12"), x, index, weights)).all()
+
+
+def test_compiled_in_one_graph_with_eagers_bits() -> None:
+    sparse = packed(tiny("MixtralExperts"), "dense12")
+    args = routed(sparse.to_dense())
+    torch._dynamo.reset()
+    with torch.no_grad():
+        fast = torch.compile(sparse, fullgraph=True, backend="aot_eager")
+        assert torch.equal(fast(*args), sparse(*args))
+
+
+def test_gradients_go_through_to_the_input() -> None:
+    dense = tiny("MixtralExperts").requires_grad_(False)
+    x, index, weights = routed(dense)
+    grads = []
+    for experts in (dense, packed(dense, "dense12")):
+        x = x.detach().requires_grad_()
+        experts(x, index, weights).float().square().sum().backward()
+        grads.append(x.grad.double())
+    assert (grads[0] - grads[1]).abs().max() <= 0.02 * grads[0].abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts", "NemotronHExperts"])
+def test_unfolded_experts_compute_the_same(name: str) -> None:
+    dense = tiny(name)
+    args = routed(dense)
+    one = UnfoldedExperts(dense)(*args)
+    sparse = packed(dense, "dense12")
+    assert ((one.double() - dense(*args).double()).abs() <= bound(sparse, *args, products=0.02)).all()
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_pruned_experts_have_their_share_of_zeros_each(kind: str, method: str) -> None:
+    model = model_of(kind)
+    tokens = torch.randint(3, 256, (2, 48), generator=torch.Generator().manual_seed(0))
+    batches = [tokens] if method == "wanda" else None
+    report = macko.prune_(model, 0.5, method, calibration=batches, progress=False)
+    dense = [module for module in model.modules() if is_experts(module)]
+    assert len(dense) == 2  # as it was: no expert is a module of its own any more
+    for experts in dense:
+        for key in projections(experts):
+            rows = (oriented(experts, key) != 0).sum(-1)
+            assert (rows == oriented(experts, key).shape[-1] // 2).all()
+    names = [row.name for row in report if ".experts.3." in row.name]
+    assert len(names) == 6
+    assert all(name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj") for name in names)
+
+
+def test_an_expert_without_tokens_is_said() -> None:
+    model = model_of("qwen3_moe")
+    with pytest.warns(UserWarning, match="experts"):
+        macko.prune_(model, 0.5, "wanda", calibration=[torch.tensor([[5]])], progress=False)
+
+
+@torch.no_grad()
+def test_an_expert_alone_is_calibrated_by_its_own_tokens() -> None:
+    dense = tiny("MixtralExperts")
+    seen: dict[str, int] = {}
+    x, index, weights = routed(dense)
+    one = UnfoldedExperts(dense)
+    for name, layer in one.named_modules():
+        if name.endswith("down_proj"):
+            layer.register_forward_hook(lambda m, i, o, name=name: seen.update({name: len(i[0])}))
+    one(x, index, weights)
+    assert seen == {f"{e}.down_proj": int((index == e).sum()) for e in range(EXPERTS)}
+
+
+# ---- Files -----------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {key: t for file in folder.glob("*.safetensors") for key, t in load_file(file).items()}
+
+
+def load(folder: Path, **options: Any) -> Any:
+    kinds = transformers.AutoModelForCausalLM
+    return kinds.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager", **options).eval()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_dense12_experts_are_saved_as_the_dense_models_files(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind)
+    model.save_pretrained(tmp_path / "dense")
+    macko.sparsify_(model, format="dense12", filter_fn=lambda module, name: name.endswith(".experts"), progress=False)
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "packed")
+    one, two = tensors_of(tmp_path / "dense"), tensors_of(tmp_path / "packed")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert sparse_of(model)  # as it was
+    loaded = load(tmp_path / "dense", quantization_config=macko.MackoConfig(format="dense12"))
+    assert len(sparse_of(loaded)) == len(sparse_of(model))
+    assert torch.equal(logits(loaded), wanted)
+    assert sum(len(row.shape) == 3 and row.format == "dense12" for row in loaded.hf_quantizer.report) == 2 * len(
+        sparse_of(loaded)
+    )
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_sparse_experts_are_saved_one_by_one_and_read_again(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind, 0.6)
+    model.save_pretrained(tmp_path / "dense")
+    read = load(tmp_path / "dense", quantization_config=macko.MackoConfig())
+    wanted = logits(read)
+    read.save_pretrained(tmp_path / "packed")
+    keys = tensors_of(tmp_path / "packed")
+    assert any(key.endswith(".experts.3.gate_proj.values") for key in keys)
+    again = load(tmp_path / "packed")
+    assert len(sparse_of(again)) == len(sparse_of(read)) > 0
+    assert not any(isinstance(module, UnfoldedExperts) for module in (*again.modules(), *read.modules()))
+    assert torch.equal(logits(again), wanted)
+    again.save_pretrained(tmp_path / "once_more")
+    more = tensors_of(tmp_path / "once_more")
+    assert keys.keys() == more.keys()
+    assert all(torch.equal(keys[key], more[key]) for key in keys)
+
+
+def test_experts_that_lack_zeros_stay_dense_as_they_are_read(tmp_path: Path) -> None:
+    model = model_of("mixtral")
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("experts.gate_up_proj"):
+                p.mul_(torch.rand(p.shape) >= 0.7)  # one projection would pay, the other would not
+    model.save_pretrained(tmp_path)
+    wanted = logits(model)
+    read = load(tmp_path, quantization_config=macko.MackoConfig(min_sparsity=0.3))
+    assert not sparse_of(read)
+    assert sum(is_experts(module) for module in read.modules()) == 2
+    assert torch.equal(logits(read), wanted)
+    rows = [row for row in read.hf_quantizer.report if ".experts." in row.name]
+    assert len(rows) == 4
+    assert all(row.format == "dense" and row.reason for row in rows)
+
+
+def test_save_model_refuses_sparse_experts_by_name(tmp_path: Path) -> None:
+    model = model_of("mixtral", 0.6)
+    macko.sparsify_(model, progress=False)
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts holds packed experts, which save_pretrained"):
+        macko.save_model(model, tmp_path / "file.safetensors")
+    assert not list(tmp_path.iterdir())

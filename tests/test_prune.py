@@ -451,7 +451,8 @@ def test_a_mixture_of_transformers_says_it_too() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
-    for kind in (transformers.MixtralConfig(**sizes, **heads), transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2)):
+    kinds = (transformers.Llama4TextConfig(**sizes, **heads), transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2))
+    for kind in kinds:
         model = transformers.AutoModelForCausalLM.from_config(kind)
         left = "Conv1D" if "n_layer" in kind.to_dict() else "experts in one tensor"
         with warnings.catch_warnings():

@@ -328,12 +328,12 @@ def test_tied_embeddings(tmp_path: Path) -> None:
 
 def test_experts_in_one_tensor_and_conv1d_are_named(tmp_path: Path) -> None:
     sizes = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    mixture = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**sizes, num_key_value_heads=2, intermediate_size=48, num_local_experts=4)
+    mixture = transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(**sizes, num_key_value_heads=2, intermediate_size=48, num_local_experts=4)
     )
     gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=90, n_embd=32, n_layer=1, n_head=2))
     for model, name, reason in (
-        (mixture, "model.layers.0.mlp.experts.down_proj", "holds all experts in one tensor"),
+        (mixture, "model.layers.0.feed_forward.experts.down_proj", "holds all experts in one tensor"),
         (gpt, "transformer.h.0.attn.c_attn", "Conv1D is no nn.Linear"),
     ):
         for report in (macko.prune_(model, 0.5), macko.sparsify_(model)):

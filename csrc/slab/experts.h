@@ -19,9 +19,8 @@ struct slab_experts_product {
     cudaStream_t stream;
 };
 
-// One launch, the same bits at every run; those of a token depend on no other one. workspace: of plan.workspace_bytes.
+// One launch, the same bits at every run; those of a token depend on no other one.
 template <class MATRIX>
-cudaError_t slab_experts(const MATRIX &m, const slab_experts_product &p, const macko_experts_plan &plan,
-                         void *workspace);
+cudaError_t slab_experts(const MATRIX &m, const slab_experts_product &p, const macko_experts_plan &plan);
 
 } // namespace macko

@@ -48,7 +48,6 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
     STD_CUDA_CHECK(current_device(&device));
     const macko_experts_problem problem = {.experts = experts,
                                            .row_blocks = padded / MACKO_SLAB_ROWS,
-                                           .slabs = macko_slabs_across(m.cols),
                                            .tokens = tokens,
                                            .widest = Kind::widest(m),
                                            .sms = device.num_sms,
@@ -66,7 +65,6 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
     } else {
         x = tokens_of(x_any, tokens, m.cols);
     }
-    Tensor workspace = new_tensor(data, {plan.workspace_bytes / 2});
     STD_CUDA_CHECK(slab_experts(m,
                                 {.tokens = tokens,
                                  .experts = experts,
@@ -76,14 +74,15 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
                                  .ends = reads<int32_t>(ends),
                                  .y = y.mutable_data_ptr(),
                                  .stream = current_stream(data)},
-                                plan, workspace.mutable_data_ptr()));
+                                plan));
 #else
     refuse_bad_content<Kind>(op, m);
     int64_t begin = 0;
     for (int64_t e = 0; e < experts; e++) {
         const int64_t end = reads<int32_t>(ends)[e];
         if (end < begin || end > tokens)
-            fail(op, "ends[", e, "] is ", end, ", expected ", begin, " to ", tokens, ": the first row behind expert ", e);
+            fail(op, "ends[", e, "] is ", end, ", expected ", begin, " to ", tokens, ": the first row behind expert ",
+                 e);
         if (end == begin) continue;
         Tensor of_expert = narrowed(y, 0, begin, end - begin);
         linear_by_blocks(narrowed(x_any, 0, begin, end - begin), rows, std::nullopt, of_expert,

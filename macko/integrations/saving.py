@@ -27,6 +27,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..choose.options import Options
 from ..files import join, packed_state, quant_method, version_of
+from ..nn.experts import SparseExperts, saved_by_expert, unfolded
 from ..nn.linear import SparseLinear
 from ..nn.report import format_bytes
 from ..weights import saved_as
@@ -45,13 +46,13 @@ def _as_packed(save: Any) -> Any:
         given = call.arguments
         if getattr(self, "_hf_peft_config_loaded", False):  # saves the adapters alone
             return save(*call.args, **call.kwargs)
-        with _as_it_is(self, given.get("state_dict")) as (state, layers):
+        with unfolded(self, saved_by_expert), _as_it_is(self, given.get("state_dict")) as (state, layers):
             if state is not None:
                 given["state_dict"] = state
             result = save(*call.args, **call.kwargs)
-        writes = getattr(self, "should_save_on_this_rank", bool)  # not in every transformers 5
-        if layers and writes(given.get("is_main_process", True)):
-            _write_card(self, Path(given["save_directory"]), layers)
+            writes = getattr(self, "should_save_on_this_rank", bool)  # not in every transformers 5
+            if layers and writes(given.get("is_main_process", True)):
+                _write_card(self, Path(given["save_directory"]), layers)
         return result
 
     return save_pretrained
@@ -65,7 +66,7 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
     own: Any = getattr(held, "quantization_config", None)
     methods = {quant_method(own), *(quant_method(about) for _, about in before)}
     layers: dict[str, Any] = {}
-    if any(isinstance(module, SparseLinear) for module in model.modules()):
+    if any(isinstance(module, (SparseExperts, SparseLinear)) for module in model.modules()):
         if others := sorted(methods - {"macko", ""}):
             raise ValueError(
                 f"save_pretrained: the model is quantized by {', '.join(others)} and has sparse layers of macko too, "

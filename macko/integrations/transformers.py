@@ -27,7 +27,19 @@ from ..choose.options import Options
 from ..choose.patterns import countable
 from ..choose.times import packed_share
 from ..files import Checkpoint, check_whole, join, open_tensors
-from ..nn.convert import CONVERTED, convert_weight, warn_if_unchanged
+from ..nn.convert import CONVERTED, convert_weight, stack_of, warn_if_unchanged
+from ..nn.experts import (
+    PROJECTIONS,
+    SparseExperts,
+    Stack,
+    find_experts,
+    fold_,
+    is_experts,
+    not_stacked,
+    projections,
+    put,
+    unfold_,
+)
 from ..nn.find import FoundLinear, find_linears, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
 from ..nn.report import LayerReport, Report
@@ -86,6 +98,9 @@ class MackoHfQuantizer(HfQuantizer):
         #: Targets of each of transformers' converters that makes several weights of what files hold.
         self._split: list[list[str]] = []
         self._packed_names: set[str] = set()
+        #: Experts to pack as they are read, by the name of each weight; and modules of which files have each expert.
+        self._experts: dict[str, str] = {}
+        self._unfolded: list[str] = []
         #: What the caller of from_pretrained wants, of each packed layer.
         self._dtypes: dict[str, torch.dtype] = {}
         #: Bytes of a packed weight over those of the dense one, as far as known before it is read.
@@ -120,6 +135,9 @@ class MackoHfQuantizer(HfQuantizer):
         tensor_parallel.check(model)
         self._believe_files(checkpoint_files or [])
         if self.pre_quantized:
+            self._unfolded = unfold_(
+                model, lambda name, module: is_experts(module) and self._has_each_expert(model, name)
+            )
             self._place_packed(model, checkpoint_files or [])
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if self.pre_quantized:
@@ -137,9 +155,27 @@ class MackoHfQuantizer(HfQuantizer):
                 size = layer.module.weight.nbytes
                 kind = f"{type(layer.module).__name__} is a subclass of nn.Linear and may do something else"
                 self.report.layers.append(LayerReport(layer.name, shape, None, "dense", size, size, reason or kind))
+        for found in find_experts(model, self.quantization_config.ignore, None):
+            for key in projections(found.module):
+                if found.left_out:
+                    self._leave(found.module, f"{found.name}.{key}", found.left_out)
+                else:
+                    self._experts[f"{found.name}.{key}"] = found.name
         conversions = get_model_conversion_mapping(model)
         self._split = [list(c.target_patterns) for c in conversions if len(c.target_patterns) > 1]
         self._share = _expected_share(checkpoint_files or [], self._found)
+
+    def _has_each_expert(self, model: Any, name: str) -> bool:
+        """Whether the files have the experts of this module packed, one by one."""
+        names = (f"{name}.", f"{name}.".removeprefix(f"{model.base_model_prefix}."))
+        return any(saved.startswith(names) for saved in self.quantization_config.layers)
+
+    def _leave(self, experts: nn.Module, name: str, reason: str) -> None:
+        """Notes that a projection of experts stays dense."""
+        weight = experts._parameters[name.rpartition(".")[2]]
+        size = weight.nbytes  # type: ignore[union-attr]
+        row = LayerReport(name, tuple(weight.shape), None, "dense", size, size, reason, linear=False)  # type: ignore[union-attr]
+        self.report.layers.append(row)
 
     def _believe_files(self, checkpoint_files: list[str]) -> None:
         """Takes what the config.json beside the files says of them for the config that the caller gave.
@@ -202,13 +238,16 @@ class MackoHfQuantizer(HfQuantizer):
             sparse.when_whole = partial(_cut, model, name)
             self._dtypes[name] = _planned(model, join(name, "weight"), linear.weight.dtype, self._dtype)
             self._packed_names |= {join(name, key) for key in tensors}
-        _ignore_unexpected(model, [f"^{pattern}$" for pattern in tripwires])
+        # Empty weights of experts too, which transformers would merge.
+        merged = [rf"\.experts\.({'|'.join(PROJECTIONS)})$", r"\.experts\.\d+\.\w+\.weight$"] if self._unfolded else []
+        _ignore_unexpected(model, [f"^{pattern}$" for pattern in tripwires] + merged)
 
     # ---- While loading ----
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         layer, _, key = param_name.rpartition(".")
         packed = param_name in self._packed_names or (key == "weight" and layer in self._found)
+        packed = packed or param_name in self._experts
         return packed or (key == "weight" and self._starts_a_group(param_name))
 
     def _starts_a_group(self, name: str) -> bool:
@@ -252,7 +291,13 @@ class MackoHfQuantizer(HfQuantizer):
                 for name, value in input_dict.items():
                     value = value[0] if isinstance(value, list) else value
                     layer, _, key = name.rpartition(".")
-                    if key != "weight" or layer not in quantizer._found or not quantizer._pack(model, layer, value):
+                    if name in quantizer._experts:
+                        is_packed = quantizer._pack_experts(model, name, value)
+                        if not is_packed:
+                            kept[name] = value
+                        elif missing_keys is not None:
+                            missing_keys.discard(name)
+                    elif key != "weight" or layer not in quantizer._found or not quantizer._pack(model, layer, value):
                         kept[name] = value
                     elif missing_keys is not None:
                         missing_keys.discard(name)
@@ -277,6 +322,44 @@ class MackoHfQuantizer(HfQuantizer):
             setattr(parent, attribute, sparse)
         tensor_parallel.wrap(model, name, sparse, module.in_features, module.out_features)
         return True
+
+    def _pack_experts(self, model: Any, name: str, weight: Tensor) -> bool:
+        """Packs a projection of experts, which transformers has merged; if it stays dense, so does the other one."""
+        layer, key = self._experts.pop(name), name.rpartition(".")[2]
+        module, config = model.get_submodule(layer), self.quantization_config
+        shape = module._parameters[key].shape
+        if weight.shape != shape:
+            return False  # transformers then says that the checkpoint is of another size
+        w = weight.transpose(1, 2) if module.is_transposed else weight
+        row = LayerReport(name, tuple(w.shape), None, "dense", w.nbytes, w.nbytes, linear=False)
+        self.report.layers.append(row)
+        left = next((r for r in self.report.layers if r.name.rpartition(".")[0] == layer and r.reason), None)
+        options = config.options
+        row.reason = (left.reason if left else "") or not_stacked(options)
+        row.reason = row.reason or unsupported(w.dtype, w.device) or options.not_on(w.device)
+        stack: Stack | None = None if row.reason else stack_of(w, row, options, config.min_sparsity)
+        if stack is None:
+            if isinstance(module, SparseExperts):
+                self._unpack_experts(model, layer, row.reason)
+            return False
+        if not isinstance(module, SparseExperts):
+            dense, module = module, SparseExperts(module, {})
+            module._parameters.update({k: p for k, p in dense._parameters.items() if k not in module._parameters})
+            put(model, layer, module)
+        module._parameters.pop(key)
+        module.hold(key, stack)
+        for tensor in module.buffers():
+            tensor._is_hf_initialized = True
+        return True
+
+    def _unpack_experts(self, model: Any, layer: str, reason: str) -> None:
+        """Makes dense again what was packed before it was known that the module's other projection is not."""
+        sparse = model.get_submodule(layer)
+        put(model, layer, sparse.to_dense())
+        for row in self.report.layers:
+            if row.name.rpartition(".")[0] == layer:
+                row.format, row.bytes_after, row.note, row.linear = "dense", row.bytes_before, "", False
+                row.reason = row.reason or reason
 
     # ---- After loading ----
 
@@ -320,13 +403,19 @@ class MackoHfQuantizer(HfQuantizer):
             warnings.warn(
                 f"{many}: dense, as transformers keeps float32, which macko holds on the CPU only", stacklevel=2
             )
+        if self._unfolded:
+            fold_(model, self._unfolded, self.quantization_config.layout_options)
+            self._unfolded = []
+        if self._experts and not _LOOKS_AT_KEYS.get():
+            raise ValueError(f"the checkpoint has no {next(iter(self._experts))}: the experts would be random")
+        self._experts.clear()
         missing = [name for name in self._found if not _starts_anew(model, name)]
         if missing and not _LOOKS_AT_KEYS.get():
             more = f", nor of {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ValueError(f"the checkpoint has no {join(missing[0], 'weight')}{more}: the layer would be random")
         self._found.clear()
         if not self.pre_quantized:
-            self.report.layers += unpackable(model)
+            self.report.layers += unpackable(model, is_experts)
             warn_if_unchanged(self.report, "from_pretrained with a MackoConfig")
         return model
 
@@ -375,6 +464,9 @@ class MackoHfQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, SparseExperts):
+                put(model, name, module.to_dense().to(dtype))
         dense: dict[nn.Module, nn.Linear] = {}
         for name, module in list(model.named_modules(remove_duplicate=False)):
             if isinstance(module, SparseLinear):
@@ -436,7 +528,7 @@ def _mark(model: nn.Module) -> None:
         return
     if getattr(model.config, "quantization_config", None) is not None:
         return  # of another method, or of a model that this one is a part of
-    if not any(isinstance(module, SparseLinear) for module in model.modules()):
+    if not any(isinstance(module, (SparseExperts, SparseLinear)) for module in model.modules()):
         return
     quantizer = MackoHfQuantizer(MackoConfig())
     any_model: Any = model

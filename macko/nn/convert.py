@@ -32,6 +32,17 @@ from ..choose.options import VALUES, Options
 from ..choose.patterns import density_of
 from ..choose.slide import slide_note, slides
 from ..weights import SLIDE_PATTERNS, Dense12Weight, PackedWeight, straddling
+from .experts import (
+    FoundExperts,
+    SparseExperts,
+    Stack,
+    find_experts,
+    is_experts,
+    not_stacked,
+    oriented,
+    projections,
+    put,
+)
 from .find import Filter, FoundLinear, check_model, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported, with_hooks
 from .merge import merge_
@@ -109,7 +120,9 @@ def sparsify_(
     least = least_sparsity(options, min_sparsity)
     _refuse_one_layer(model, "sparsify_")
     convert = partial(convert_layer, options=options, min_sparsity=least)
-    report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
+    stack = partial(convert_experts, options=options, min_sparsity=least)
+    found = find_linears(model, ignore, filter_fn), find_experts(model, ignore, filter_fn)
+    report = _convert_all(model, *found, convert, stack, device, merge, progress)
     warn_if_unchanged(report, "sparsify_")
     return report
 
@@ -197,8 +210,12 @@ def compress_(
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     options = Options(tokens=tokens, values=values)
     convert = partial(_compress_layer, options=options, embedded=embedded, copy_tied=copy_tied, offload=offload)
+    stack = partial(_compress_experts, options=options)
     merge = False if offload else merge
-    report = _convert_all(model, find_linears(model, ignore, filter_fn), convert, device, merge, progress)
+    found = find_linears(model, ignore, filter_fn), find_experts(model, ignore, filter_fn)
+    for experts in found[1] if offload else ():
+        experts.left_out = experts.left_out or "offloaders cannot move packed experts yet"
+    report = _convert_all(model, *found, convert, stack, device, merge, progress)
     warn_if_unchanged(report, "compress_")
     if offload:
         offloadable_(model)
@@ -229,7 +246,9 @@ def least_sparsity(options: Options, asked: float | None) -> float:
 def _convert_all(
     model: nn.Module,
     found: list[FoundLinear],
+    found_experts: list[FoundExperts],
     convert: Callable[..., tuple[LayerReport, SparseLinear | None]],
+    stack: Callable[..., tuple[list[LayerReport], SparseExperts | None]],
     device: torch.device | str | None,
     merge: bool | None,
     progress: bool,
@@ -246,6 +265,11 @@ def _convert_all(
                 rows += [row, *(LayerReport(name, *about) for name in layer.aliases)]
                 if sparse is not None:
                     undo.callback(_replace(layer, sparse))
+        for of_experts in found_experts:
+            more, experts = stack(of_experts, device=device, tied=tied)
+            rows += more
+            if experts is not None:
+                undo.callback(_replace_experts(model, of_experts, experts))
         if device is not None:
             _move(model, device, undo)
         if merge is None:
@@ -260,7 +284,9 @@ def _convert_all(
     for converted in CONVERTED.values():
         converted(model)
     target = device or next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return Report(rows + unpackable(model), notes=counted_note(torch.device(target), (row.us_after for row in rows)))
+    return Report(
+        rows + unpackable(model, is_experts), notes=counted_note(torch.device(target), (row.us_after for row in rows))
+    )
 
 
 def warn_if_unchanged(report: Report, what: str) -> None:
@@ -359,6 +385,84 @@ def convert_weight(
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return convert_layer(FoundLinear(name, linear, [], [], None), options, min_sparsity, None, {})
+
+
+def convert_experts(
+    found: FoundExperts,
+    options: Options,
+    min_sparsity: float,
+    device: torch.device | None,
+    tied: dict[int, list[str]],
+) -> tuple[list[LayerReport], SparseExperts | None]:
+    """A row of each projection of an experts module, and what takes its place: all of it is packed, or nothing."""
+    module, rows, stacks = found.module, [], {}
+    for key in projections(module):
+        w, parameter = oriented(module, key), module._parameters[key]
+        row = LayerReport(f"{found.name}.{key}", tuple(w.shape), None, "dense", w.nbytes, w.nbytes, linear=False)
+        rows.append(row)
+        target = device or w.device
+        row.reason = found.left_out or _why_not(parameter, row.name, options, target, tied) or not_stacked(options)  # type: ignore[arg-type]
+        if row.reason or any(other.reason for other in rows):
+            continue
+        stacks[key] = stack_of(w.to(target), row, options, min_sparsity)
+    if reason := next((f"{row.name.rpartition('.')[2]}: {row.reason}" for row in rows if row.reason), None):
+        for row in rows:
+            row.format, row.bytes_after, row.reason = "dense", row.bytes_before, row.reason or reason
+        return rows, None
+    return rows, SparseExperts(module, stacks)
+
+
+def stack_of(w: Tensor, row: LayerReport, options: Options, min_sparsity: float) -> Stack | None:
+    """[experts, rows, cols] packed, and the row filled in; None where it does not pay, and the row says why."""
+    row.density = density_of(w.reshape(-1, w.shape[2]))
+    if row.density is not None and 1 - row.density < min_sparsity and not options.any_zeros:
+        row.reason = f"under {min_sparsity:.0%} sparse it would not pay"
+        return None
+    try:
+        stack = Stack.from_dense(w, options)
+    except ValueError as error:
+        row.reason = str(error)
+        return None
+    if stack.packed.nbytes >= row.bytes_before:
+        row.reason = f"as {stack.packed.format} it would take {stack.packed.nbytes} bytes, dense {row.bytes_before}"
+        return None
+    row.format, row.bytes_after, row.note, row.linear = stack.packed.label, stack.packed.nbytes, stack.packed.note, True
+    return stack
+
+
+def _compress_experts(
+    found: FoundExperts, options: Options, device: torch.device | None, tied: dict[int, list[str]]
+) -> tuple[list[LayerReport], SparseExperts | None]:
+    """What convert_experts gives where that takes fewer bytes than dense12; else dense12 where it gains."""
+    rows, sparse = convert_experts(found, options, MIN_SPARSITY, device, tied)
+    after, before = (sum(getattr(row, name) for row in rows) for name in ("bytes_after", "bytes_before"))
+    if found.left_out or options.in_bytes or (sparse is not None and after < DENSE12_SHARE * before):
+        return rows, sparse
+    weight = oriented(found.module, projections(found.module)[0])
+    if reason := not_dense12(weight, device or weight.device):
+        for row in rows:
+            row.reason = row.reason and reason
+        return rows, sparse
+    shorter, packed = convert_experts(found, Options(Dense12Weight.format), 0.0, device, tied)
+    return (rows, sparse) if sparse and not packed else (shorter, packed)
+
+
+def _replace_experts(model: nn.Module, found: FoundExperts, sparse: SparseExperts) -> Callable[[], None]:
+    """Puts packed experts in the place of dense ones; returns what undoes it. The dense ones are let go."""
+    dense = weakref.ref(found.module)
+    trainable = [name for name in projections(sparse) if found.module._parameters[name].requires_grad]  # type: ignore[union-attr]
+    found.module = sparse
+    put(model, found.name, sparse)
+
+    def undo() -> None:
+        kept = dense()
+        if kept is None:
+            kept = sparse.to_dense()
+            for name in trainable:
+                kept._parameters[name].requires_grad_()  # type: ignore[union-attr]
+        put(model, found.name, kept)
+
+    return undo
 
 
 def _row_without_weight(layer: FoundLinear, options: Options) -> LayerReport | None:

@@ -15,6 +15,7 @@ from ..choose.auto import sparse11_of, too_many_listed
 from ..choose.options import Options
 from ..ops import linear_experts
 from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
+from .find import Filter, matching
 from .linear import SparseLinear, as_extra_state, autocast_dtype, unsupported, with_hooks
 
 #: What an experts module of transformers holds in three dimensions, in the order in which they are multiplied.
@@ -34,6 +35,28 @@ def is_experts(module: nn.Module) -> bool:
 def projections(experts: nn.Module) -> tuple[str, str]:
     """The names of an experts module's weights."""
     return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+
+
+@dataclasses.dataclass
+class FoundExperts:
+    """An experts module of a model that is dense, and why the caller leaves it out, or None."""
+
+    name: str
+    module: nn.Module
+    left_out: str | None
+
+
+def find_experts(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | None) -> list[FoundExperts]:
+    """Every dense experts module of the model; ignore and filter_fn as in find_linears."""
+    ignore, found = (ignore,) if isinstance(ignore, str) else tuple(ignore), []
+    for name, module in model.named_modules():
+        if name and is_experts(module):
+            ignored = matching(ignore, [name, *(f"{name}.{key}" for key in projections(module))])
+            left_out = f"ignored by {ignored[0]!r}" if ignored else None
+            if not ignored and filter_fn is not None and not filter_fn(module, name):
+                left_out = "left out by filter_fn"
+            found.append(FoundExperts(name, module, left_out))
+    return found
 
 
 def oriented(experts: nn.Module, name: str) -> Tensor:
@@ -224,6 +247,7 @@ class SparseExperts(nn.Module):
         _take_over(dense, self)
         for name in PROJECTIONS:
             dense._modules.pop(f"{name}_packed", None)
+        dense._parameters.update({name: p for name, p in self._parameters.items() if name in PROJECTIONS})
         for name in self.stacks():
             dense.register_parameter(name, nn.Parameter(getattr(self, name), requires_grad=False))
         return dense
@@ -279,7 +303,9 @@ class SparseExperts(nn.Module):
                 w = dense.transpose(1, 2) if self.is_transposed else dense
                 try:
                     if tuple(w.shape) != stack.shape:
-                        raise ValueError(f"size mismatch: the state has {list(w.shape)}, the experts {list(stack.shape)}")
+                        raise ValueError(
+                            f"size mismatch: the state has {list(w.shape)}, the experts {list(stack.shape)}"
+                        )
                     w = w.detach().to(stack.packed.device, stack.packed.dtype)
                     self.hold(name, Stack.from_dense(w, Options(stack.packed.format)))
                 except ValueError as error:
@@ -435,5 +461,3 @@ def unfolded(model: nn.Module, which: Callable[[str, nn.Module], bool] = lambda 
 def saved_by_expert(name: str, module: nn.Module) -> bool:
     """Whether files hold these experts one by one: those that are packed and not saved dense."""
     return isinstance(module, SparseExperts) and not all(s.packed.saved_dense for s in module.stacks().values())
-
-

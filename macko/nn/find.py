@@ -81,6 +81,9 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
         else:
             found[id(module)] = FoundLinear(name, module, place, [], None)
     unmatched = set(ignore) - set(IGNORED)
+    unmatched -= set(
+        matching(ignore, [name for name, module in model.named_modules() if hasattr(module, "num_experts")])
+    )
     # A new adapter's second matrix is all zeros: pruned or packed it would never be trained. (Names as peft has them.)
     adapters = tuple(
         f"{name}.{part}.".lstrip(".")
@@ -196,10 +199,15 @@ def tied_parameters(model: nn.Module) -> dict[int, list[str]]:
     return {id(p): list(group) for group in holders.values() if len(group) > 1 for p in group.values()}
 
 
-def unpackable(model: nn.Module) -> list[LayerReport]:
-    """Rows of the matrices that no nn.Linear holds and that somebody may look for: GPT-2's Conv1D, fused experts."""
+def unpackable(model: nn.Module, known: Callable[[nn.Module], bool] = lambda module: False) -> list[LayerReport]:
+    """Rows of the matrices that no nn.Linear holds and that somebody may look for: GPT-2's Conv1D, fused experts.
+
+    known: modules of which the caller has rows.
+    """
     rows = []
     for name, module in model.named_modules():
+        if known(module):
+            continue
         for key, weight in module.named_parameters(recurse=False):
             reason = ""
             if type(weight) is not nn.Parameter:
@@ -207,7 +215,7 @@ def unpackable(model: nn.Module) -> list[LayerReport]:
             if type(module).__name__ == "Conv1D" and weight.dim() == 2:
                 reason = "Conv1D is no nn.Linear: it holds its weight transposed"
             elif weight.dim() == 3 and "expert" in f"{name} {type(module).__name__}".lower():
-                reason = f"{type(module).__name__} holds all experts in one tensor, macko packs nn.Linear"
+                reason = f"{type(module).__name__} holds all experts in one tensor, in no way that macko knows"
             if reason:
                 size = weight.nbytes
                 full = name if key == "weight" else f"{name}.{key}"

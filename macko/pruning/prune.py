@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from ..choose.auto import SPARSE11_LISTED
 from ..choose.exponents import outside_table
 from ..choose.patterns import density_of
+from ..nn.experts import is_experts, unfolded
 from ..nn.find import IGNORED, Filter, FoundLinear, check_model, find_linears, unpackable
 from ..nn.linear import DTYPES, SparseLinear
 from ..nn.report import LayerReport, Report
@@ -193,7 +194,8 @@ def prune_(
 
     Returns:
         A Report of every nn.Linear with the density it has now, why it was left, and what was fitted. A shared weight
-        is pruned once; what looks like a layer and is none (GPT-2's Conv1D, experts in one tensor) is named too.
+        is pruned once; what looks like a layer and is none (GPT-2's Conv1D) is named too. Experts of a mixture that
+        transformers holds in one tensor are pruned one by one, as layers NAME.experts.3.gate_proj of their own tokens.
 
     Example:
         >>> macko.prune_(model, 0.5, "wanda", calibration=[tokenizer(text, return_tensors="pt") for text in texts])
@@ -207,6 +209,29 @@ def prune_(
     are pruned and whose others are as they were. A note on the exception says which (before Python 3.11: a warning).
     """
     check_model(model, "prune_")
+    if any(is_experts(module) for module in model.modules()):
+        # Each expert as layers of its own, which see its own tokens alone; their weights are views of the stack.
+        with unfolded(model, lambda name, module: is_experts(module)):
+            return _prune(
+                model, sparsity, method, pattern, calibration, ignore, filter_fn, device, progress, done, reconstruct
+            )
+    return _prune(model, sparsity, method, pattern, calibration, ignore, filter_fn, device, progress, done, reconstruct)
+
+
+def _prune(
+    model: nn.Module,
+    sparsity: float | str | None,
+    method: str,
+    pattern: str | None,
+    calibration: Iterable[Any] | None,
+    ignore: Iterable[str],
+    filter_fn: Filter | None,
+    device: torch.device | str | None,
+    progress: bool,
+    done: MutableMapping[str, Tensor] | None,
+    reconstruct: str | Recipe | None,
+) -> Report:
+    """prune_ of a model whose matrices are all layers."""
     share, groups, auto = asked_for(sparsity, method, pattern)
     fitter = None if reconstruct is None else Fitter(recipe_of(reconstruct))
     wants = {f"method {method!r}": method in STATISTICS, "reconstruct": fitter, f"sparsity {sparsity!r}": auto}

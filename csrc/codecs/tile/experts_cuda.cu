@@ -3,4 +3,4 @@
 #include "codec.cuh"
 
 template cudaError_t macko::slab_experts(const macko_tile_matrix &, const slab_experts_product &,
-                                         const macko_experts_plan &, void *);
+                                         const macko_experts_plan &);

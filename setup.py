@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 10)
 # The stable ABI of torch 2.10: what the libraries may use, so that they load under that torch and every later one.
 TORCH_TARGET_VERSION = "0x020a000000000000"
-DEFAULT_ARCHES = "8.0 8.6 8.9 9.0a 10.0 12.0+PTX"
+DEFAULT_ARCHES = "7.5 8.0 8.6 8.9 9.0a 10.0 12.0+PTX"
 #: About what a source takes one core, in seconds (Zen 4): for the word at the start. CUDA: for each architecture.
 SECONDS = {".c": 0.7, ".cpp": 2.5, ".cu": 8.0}
 COMMON = ["-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-g1"]
@@ -114,15 +114,16 @@ def arches() -> list[str]:
         )
         if asked.returncode == 0:
             listed = sorted(set(asked.stdout.split()))
-    listed = listed or DEFAULT_ARCHES.split()
+    if not listed:
+        listed = DEFAULT_ARCHES.split()
+        known = subprocess.run([find_nvcc(), "--list-gpu-arch"], capture_output=True, text=True)  # type: ignore[list-item]
+        if not known.returncode and "compute_75" not in known.stdout:  # a later toolkit
+            listed.remove("7.5")
     for arch in listed:
         if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch):
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: expected entries like 9.0a or 12.0+PTX, got {arch!r}.")
     # 9.0a, the target of bulk copies and wgmma, runs wherever 9.0 does.
-    listed = [arch.replace("9.0a", "9.0").replace("9.0", "9.0a") for arch in listed]
-    # PTX from before 9.0 lacks what the kernels of 9.0 and later do, and a later GPU would run it as if it were there.
-    listed = [arch.removesuffix("+PTX") if arch[0] in "78" else arch for arch in listed]
-    return listed
+    return [arch.replace("9.0a", "9.0").replace("9.0", "9.0a") for arch in listed]
 
 
 def arch_flags() -> list[str]:

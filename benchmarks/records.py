@@ -222,9 +222,9 @@ def pace() -> Lines:
     return wide(ranked(lines, "rows", "cols", way=ways.values()), "{way}, {pace}", "{rows} x {cols}")
 
 
-def rings() -> Lines:
-    """A few tokens by the kernel of GPUs without wgmma, on an H100."""
-    return ranked(wide(read(H100 / "rings.jsonl"), "{tokens}", "{kernel}"), "tokens")
+def rings(folder: Path = H100) -> Lines:
+    """A few tokens by the kernel of GPUs without wgmma."""
+    return ranked(wide(read(folder / "rings.jsonl"), "{tokens}", "{kernel} {dtype}"), "tokens")
 
 
 # Under load: benchmarks.load.

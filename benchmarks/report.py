@@ -271,6 +271,13 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         SPARSE11,
     ),
     "h100 pace": (records.pace, Table("us | @", "{way}, {pace} | {@ median_us:.1f}")),
+    "planes core": (
+        lambda: wide(read(CPU / "planes.jsonl", "cpu_path", "step"), "{step}", "{cpu_path}"),
+        Table(
+            "step | GB/s | 7B, s | GB/s without vectors | 7B, s",
+            "{step} | {avx2 gbps:.1f} | {avx2 s_7b:.1f} | {scalar gbps:.1f} | {scalar s_7b:.1f}",
+        ),
+    ),
     "sparse11 listed": (
         records.listed,
         Table(
@@ -305,7 +312,15 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "rings": (
         records.rings,
         Table("tokens | dense12 | dense8, fp8 | tile, 4096 x 4096 alone | sparse11, 4096 x 4096 alone",
-              "{tokens} | {dense12_rings mean} | {dense8_fp8_rings mean} | {tile_rings mean} | {sparse11_rings mean}"),
+              "{tokens} | {dense12_rings bfloat16 mean} | {dense8_fp8_rings bfloat16 mean} | "
+              "{tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean}"),
+    ),
+    "rings h200 where": (lambda: read(H200 / "rings.jsonl"), WHERE),
+    "rings h200": (
+        lambda: records.rings(H200),
+        Table("tokens | tile | sparse11 | tile, float16 | sparse8, fp8, float16",
+              "{tokens} | {tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean} | {tile_rings float16 mean} | "
+              "{sparse8_fp8_rings float16 mean}"),
     ),
     "load where": (records.load, WHERE),
     "load": (records.load_tokens, load_table("tile", "sparse11", "dense12")),

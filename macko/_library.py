@@ -77,6 +77,19 @@ else:
         cuda_missing = f"macko's CUDA library does not load under torch {torch.__version__}: {error}"
 
 
+def slab_kernels(device: torch.device | int | None = None) -> tuple[str, int]:
+    """What multiplies slabs on a GPU, and up to how many tokens; more go through dense rows.
+
+    Returns:
+        "wgmma", "mma.sync" or "none": of its compute capability, or of an older one whose PTX is all there is for it.
+    """
+    major = torch.cuda.get_device_capability(device)[0]
+    made_for = [int(arch.partition(".")[0]) for arch in cuda_arches]
+    if cuda_arches and major not in made_for:
+        major = max((code for code in made_for if code < major), default=major)
+    return _C.slab_kernels(major)
+
+
 def _said(text: str) -> str:
     """Has every library take a plan; the vector path of the CPU kernels that it leads to."""
     path = ""

@@ -34,7 +34,7 @@ from .nn.linear import DTYPES
 from .nn.report import Report, format_bytes
 from .pruning.prune import METHODS, STATISTICS, asked_for, prune_
 from .pruning.reconstruct import RECIPES
-from .weights import FORMATS, codes, packed_in_files, with_own_files
+from .weights import FORMATS, codes, with_own_files
 from .workdir import (
     KeptLayers,
     check_dense,
@@ -139,11 +139,14 @@ def _prune_arguments(add: Any) -> None:
 
 def _convert_arguments(add: Any) -> None:
     _in_and_out(add, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
-    kinds, (*some, last) = packed_in_files(), with_own_files()
+    *some, last = with_own_files()
     held = f"what the weights are held in where the model is loaded ({', '.join(some)} and {last} have files of their "
-    add("--format", default="auto", help=f"{held}own, the others the same): {', '.join(CHOICES)}, {', '.join(kinds)}")
+    held += "own, the others the same; dense12: any bfloat16 model in 12 bits a weight, bit for bit)"
+    add("--format", default="auto", help=f"{held}: {', '.join((*CHOICES, *FORMATS))}")
     add("--values", choices=codes.KINDS, help="round to 8 bits a value, with a scale a row (default: no)")
+    add("--dtype", choices=("bfloat16",), help="round float32 weights to it (default: no, but where none changes)")
     add("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
+    add("--to", choices=("dense",), help="from a folder that macko packed: the dense weights, each bit of them")
     add("--device", help="where to pack (default: a GPU if there is one)")
 
 
@@ -292,30 +295,89 @@ def convert(options: argparse.Namespace) -> None:
 
     ignore = _ignored(options.ignore)
     values = options.values or "exact"
-    known, name = [*CHOICES, *packed_in_files()], options.format.partition(" ")[0]  # a pattern may follow
-    if name not in (*known, *FORMATS):
+    known, name = [*CHOICES, *FORMATS], options.format.partition(" ")[0]  # a pattern may follow
+    if name not in known:
         raise ValueError(f"--format is {options.format!r}, expected one of {', '.join(known)}")
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity, values=values)
-    if name not in known:
-        raise ValueError(f"--format {options.format}: its file is the dense model, IN; macko.compress_ makes it there")
     check_target(options.target, options.source, options.overwrite)
+    if options.to:
+        if options.values or options.format != "auto":
+            raise ValueError("--to dense takes no --values and no --format: the weights are those that were packed")
+        _convert_to_dense(options)
+        return
     device, source = _device(options.device), find_folder(options.source)
     check_dense(source)
     if quantised_by(read_config(source)) != "compressed-tensors":
         check_not_quantised(source)
     if _convert_quantised(options, source):
         return
+    if name in FORMATS and FORMATS[name].saved_dense:
+        _convert_lossless(options, source)
+        return
     if elsewhere := Options(options.format).not_on(torch.device(device)):
         config.format = "macko"  # which is what the file of a layout holds
     with unfinished(options.target, source, partial(_say, options), shrinks=True) as work:
-        model = load_packed(source, config, **({"device_map": device} if device != "cpu" else {}))
+        more: dict[str, Any] = {"device_map": device} if device != "cpu" else {}
+        if _to_bfloat16(options, source):
+            more["dtype"] = torch.bfloat16
+        model = load_packed(source, config, **more)
         config.format = options.format
         _save(model, model.hf_quantizer.report, options, source, work / "result")
-        before, after = (sum(f.stat().st_size for f in weight_files(folder)) for folder in (source, work / "result"))
-    share = f"{after / max(1, before):.3f} of the {format_bytes(before)} of IN"
-    print(f"{options.target}: files of {format_bytes(after)}, {share}. The table says what the layers hold in memory.")
+        sizes = _sizes(source, work / "result")
+    print(f"{options.target}: {sizes}. The table says what the layers hold in memory.")
     if elsewhere:
         print(f"It is to be loaded on another device: {elsewhere}")
+
+
+def _sizes(source: Path, target: Path) -> str:
+    """What OUT takes, and of IN."""
+    before, after = (sum(file.stat().st_size for file in weight_files(folder)) for folder in (source, target))
+    return f"files of {format_bytes(after)}, {after / max(1, before):.3f} of the {format_bytes(before)} of IN"
+
+
+def _to_bfloat16(options: argparse.Namespace, source: Path) -> bool:
+    """Whether the weights of IN, which are float32, become bfloat16: none is rounded by that, or it is asked for."""
+    from .integrations.folders import float32_weights
+
+    if quantised_by(read_config(source)):
+        return False
+    count, rounded = float32_weights(source)
+    if not count:
+        return False
+    share = f"{rounded / count:.1%} of the float32 weights of {options.source} are no bfloat16 numbers"
+    if not rounded:
+        _say(options, f"the float32 weights of {options.source} are bfloat16 numbers, and are packed as such")
+    elif options.dtype:
+        _say(options, f"{share}: they are rounded")
+    elif Options(options.format).any_zeros:
+        raise ValueError(f"{share}, and 12 bits hold these alone: --dtype bfloat16 rounds them")
+    return not rounded or bool(options.dtype)
+
+
+def _convert_lossless(options: argparse.Namespace, source: Path) -> None:
+    """IN to OUT in twelve bits a weight, file by file."""
+    from .integrations.folders import pack_folder
+
+    check_not_quantised(source)
+    with unfinished(options.target, source, partial(_say, options), shrinks=True) as work:
+        result = work / "result"
+        layers = pack_folder(source, result, options.ignore or (), _to_bfloat16(options, source))
+        copy_others(source, result)
+        sizes = _sizes(source, result)
+    print(f"{options.target}: {len(layers)} layers in 12 bits a weight, every bit of it; {sizes}.")
+
+
+def _convert_to_dense(options: argparse.Namespace) -> None:
+    """IN, which macko packed, to the dense OUT."""
+    from .integrations.folders import unpack_folder
+
+    source = find_folder(options.source)
+    with unfinished(options.target, source, partial(_say, options)) as work:
+        result = work / "result"
+        count, proved = unpack_folder(source, result)
+        copy_others(source, result, cards=False)
+    proof = f"{proved if proved < count else 'each'} with the checksum of the weight that was packed"
+    print(f"{options.target}: {count} layers are dense again, {proof}.")
 
 
 def _convert_quantised(options: argparse.Namespace, source: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Models with sparse layers in safetensors files: the canonical format, never an execution layout; dense12 as dense.
+"""Models with packed layers in safetensors files: the canonical format, never an execution layout; dense12 as planes.
 
 Beside the tensors a file keeps, as JSON under "macko" in its metadata (in a Hugging Face folder: under
 "quantization_config" of config.json), the version of the files and for each packed layer its format and sizes:
@@ -7,7 +7,8 @@ Beside the tensors a file keeps, as JSON under "macko" in its metadata (in a Hug
 
 The layer's tensors lie under its name and the format's field names: up.values, up.deltas, up.row_ptr. Beside them lies
 an empty up.weight, at which readers stop that know nothing of macko. A file of somebody else, as diffusers' or
-accelerate's, has that state without the JSON: then up._extra_state says the same, or the names and sizes do.
+accelerate's, has that state without the JSON: then up._extra_state says the same, or the names and sizes do. A file
+that has a layer of dense12 is of version 2.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,21 +28,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .choose.auto import is_held_packed
 from .choose.options import AUTO, Options
 from .nn.find import check_model, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
 from .weights import MackoWeight, PackedWeight, saved_as
-from .weights.saved import IN_FILES
+from .weights.saved import IN_FILES, states_for_files
 
-#: Of the files; a reader refuses a higher one.
-VERSION = 1
+#: The highest version of files; a reader refuses a higher one. A file is of the lowest that has its layers' formats.
+VERSION = 2
 
 
 def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes all parameters and buffers of a model to one safetensors file, packed weights as they are.
 
     Args:
-        model: any module; its SparseLinear layers are written in the canonical format, those of dense12 as dense ones.
+        model: any module; its SparseLinear layers are written in the canonical format, those of dense12 as planes.
         path: the file to write. It is replaced only when the new one is complete.
 
     Raises:
@@ -47,7 +52,7 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     check_model(model, "save_model")
     state, layers = packed_state(model)
     tensors, shared = _without_sharing(state)
-    about = {"version": VERSION, "layers": layers, "shared": shared}
+    about = {"version": version_of(layers), "layers": layers, "shared": shared}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
@@ -69,7 +74,8 @@ def load_model(
 
     Whoever saved it: transformers, or what writes a model's state_dict to safetensors files, as diffusers, accelerate,
     PyTorchModelHubMixin, sentence-transformers (the folder of its Dense). Linear layers whose weight is packed in the
-    file become SparseLinear, in place, with no dense weight on the way.
+    file become SparseLinear, in place, with no dense weight on the way. What the file holds in 12 bits does so on a GPU
+    that gains by them, or where `format` says so; elsewhere it is an nn.Linear with the very weight.
     Every packed weight is validated before it is used.
 
     Args:
@@ -94,12 +100,18 @@ def load_model(
     with Checkpoint(path, by_names=True) as file:
         if other := file.quantised_by(_own_names(model)):
             raise ValueError(f"{os.fspath(path)}: it is quantised by {other}, which load_model does not read")
-        model = put_sparse_layers(model, file)
+        at = torch.device(device) if device is not None else _device_of(model)
+        wanted = format is not None and format != "auto"
+        unpacked = [] if wanted else [name for name in file.layers if _is_dense_there(model, file, name, at)]
+        model = put_sparse_layers(model, file, unpacked)
         ties = {tuple(names) for names in tied_parameters(model).values()}
         on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        state = {name: file[name] for name in file}
+        theirs = {join(layer, name) for layer in unpacked for name in IN_FILES}
+        state = {name: file[name] for name in file if name not in theirs}
+        state |= {join(layer, "weight"): file.packed(layer).to_dense().to(device) for layer in unpacked}
         state |= {alias: state[name] for alias, name in file.shared.items() if name in state}
-        state |= {join(name, "_extra_state"): as_extra_state(about) for name, about in file.layers.items()}
+        packed = {name: about for name, about in file.layers.items() if name not in unpacked}
+        state |= {join(name, "_extra_state"): as_extra_state(about) for name, about in packed.items()}
         for names in ties:  # a folder of transformers holds one of them
             state |= {name: state[there] for there in names if there in state for name in names if name not in state}
         if on_meta and device is not None:
@@ -123,11 +135,34 @@ def load_model(
     return model
 
 
-def put_sparse_layers(model: nn.Module, file: Checkpoint) -> nn.Module:
-    """Puts an empty SparseLinear in the place of each linear layer that is packed in a file; the model."""
+def put_sparse_layers(model: nn.Module, file: Checkpoint, but: Collection[str] = ()) -> nn.Module:
+    """Puts an empty SparseLinear in the place of each linear layer that is packed in a file, but of some; the model."""
     for name in (*file.layers, *file.unnamed):
-        model = _make_sparse(model, name)
+        if name not in but:
+            model = _make_sparse(model, name)
     return model
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model is; the CPU for one on the meta device, or without tensors."""
+    tensors = (tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
+    return next(tensors, torch.device("cpu"))
+
+
+def _is_dense_there(model: nn.Module, file: Checkpoint, name: str, device: torch.device) -> bool:
+    """Whether a dense layer of the model stays dense on this device, though the file holds its weight packed."""
+    try:
+        layer = model.get_submodule(name)
+    except AttributeError:
+        return False  # which put_sparse_layers says
+    return (
+        isinstance(layer, nn.Linear) and not isinstance(layer, SparseLinear) and not file.is_held_packed(name, device)
+    )
+
+
+def version_of(layers: Mapping[str, Mapping[str, Any]]) -> int:
+    """The version of files that have these packed layers."""
+    return max((saved_as(about)[0].version for about in layers.values()), default=1)
 
 
 def _own_names(model: nn.Module) -> set[str]:
@@ -146,7 +181,10 @@ def packed_state(
     Raises:
         ValueError: the state has a sparse layer's tensors without their _extra_state.
     """
-    state = dict(model.state_dict() if state is None else state)
+    if state is None:
+        with states_for_files():
+            state = model.state_dict()
+    state = dict(state)
     layers: dict[str, dict[str, Any]] = {}
     names: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -197,8 +235,46 @@ def join(layer: str, key: str) -> str:
     return f"{layer}.{key}" if layer else key
 
 
+class _Pickled:
+    """A file of torch.save as safetensors.safe_open gives one: tensors alone, mapped where the file can be."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        load = partial(torch.load, path, map_location="cpu", weights_only=True)
+        try:
+            try:
+                state = load(mmap=True)
+            except RuntimeError:  # of before torch 1.6: no zip
+                state = load()
+        except (ArithmeticError, AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{os.fspath(path)} is no state_dict of torch.save: {_first_line(error)}") from None
+        except pickle.UnpicklingError as error:
+            reason = "holds more than tensors" if "weights_only" in str(error) else f"is damaged: {_first_line(error)}"
+            raise ValueError(f"{os.fspath(path)} {reason}") from None
+        if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+            raise ValueError(f"{os.fspath(path)} is no state_dict: expected tensors by their names")
+        self._state = {str(name): tensor for name, tensor in state.items()}
+
+    def keys(self) -> list[str]:
+        return list(self._state)
+
+    def metadata(self) -> dict[str, str]:
+        return {}
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._state[name].detach().clone(memory_format=torch.contiguous_format)
+
+    def get_slice(self, name: str) -> Any:
+        return SimpleNamespace(get_shape=lambda: list(self._state[name].shape))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
 def open_tensors(path: str | os.PathLike[str]) -> Any:
-    """safetensors.safe_open; ValueError with the file's name where it is not whole."""
+    """safetensors.safe_open, or the like of a file of torch.save; ValueError with the name of one that is not whole."""
+    if Path(path).suffix == ".bin":
+        return _Pickled(path)
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
@@ -222,6 +298,8 @@ _OTHERS = {
 class Checkpoint:
     """The tensors of a safetensors file or of a folder of them, read when asked for; a context manager.
 
+    Of a folder without any those of its pytorch_model.bin, of which nothing but tensors is loaded.
+
     The empty weights beside packed ones, which stop readers without macko, are not among them.
 
     Args:
@@ -230,6 +308,7 @@ class Checkpoint:
     Attributes:
         layers: of each packed layer its format and sizes.
         unnamed: packed layers of which the files do not say these; a layer of the model's size can read them.
+        checksums: CRC-32 of weights that were packed, by the name of the dense one, where the files say them.
         shared: for each name that is not in the file, the name of the tensor that it shares.
         config: config.json of a folder, else {}.
     """
@@ -245,16 +324,25 @@ class Checkpoint:
         elif self.path.name.endswith(".index.json"):
             files = _files_of_index(self.path)
         if not files:
-            raise FileNotFoundError(f"{self.path} has no *.safetensors")
+            raise FileNotFoundError(f"{self.path} has no *.safetensors, nor a pytorch_model.bin")
+        if (note := self.path / "slidesparse_config.json").exists():
+            raise ValueError(
+                f"{self.path} is SlideSparse's ({note.name}), its weights are slid: take it as it was before"
+            )
         about: dict[str, Any] = {}
         self._files: dict[str, Any] = {}
         self._torchao = False
+        self._paths: dict[str, Path] = {}
+        self.checksums: dict[str, Any] = {}
         with _refused(self.path):
             for name in files:
                 file = open_tensors(name)
                 self._files |= dict.fromkeys(file.keys(), file)
+                self._paths |= dict.fromkeys(file.keys(), name)
                 metadata = file.metadata() or {}
                 self._torchao |= any("_type" in text and "Tensor" in text for text in metadata.values())
+                if "crc32" in metadata:
+                    self.checksums |= _json(metadata["crc32"], name)
                 if "macko" in metadata:
                     about = _json(metadata["macko"], name)
         quantization = {} if (given := self.config.get("quantization_config")) is None else given
@@ -335,9 +423,21 @@ class Checkpoint:
         with _refused(self.path):
             return self._files[name].get_tensor(name)
 
+    def by_file(self) -> Iterator[tuple[Path, list[str]]]:
+        """Each file and the names of its tensors, the layers in the order of their numbers."""
+        names: dict[Path, list[str]] = {}
+        for name in self:
+            names.setdefault(self._paths[name], []).append(name)
+        yield from sorted(names.items())
+
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
         return tuple(self._files[name].get_slice(name).get_shape())
+
+    def is_held_packed(self, layer: str, device: torch.device) -> bool:
+        """Whether a layer that is read from here holds its weight packed on this device, and not dense."""
+        stands_for_dense = saved_as(self.layers[layer])[0].stands_for_dense()
+        return not stands_for_dense or is_held_packed(self.packed(layer), device)
 
     def packed(self, layer: str) -> PackedWeight:
         """The validated packed weight of a layer; ValueError with the layer's name where it is none."""
@@ -395,7 +495,11 @@ def _files_of(folder: Path) -> list[Path]:
     left = [file for file in files if not any(file.match(pattern) for pattern in _NO_MODEL)]
     if files and not left and all(file.match(_NO_MODEL[0]) for file in files):
         raise FileNotFoundError(f"{folder} holds adapters alone ({files[0].name}), and no model")
-    return left or files
+    if files:
+        return left or files
+    if (index := folder / "pytorch_model.bin.index.json").exists():
+        return _files_of_index(index)
+    return [whole] if (whole := folder / "pytorch_model.bin").exists() else []
 
 
 def _files_of_index(index: Path) -> list[Path]:

@@ -26,6 +26,7 @@ __all__ = [
     "ec_spmv",
     "ec_unpack",
     "linear",
+    "linear_experts",
     "pack",
     "slide_depth",
     "slide_gemm",
@@ -75,6 +76,27 @@ def multiply(x: Tensor, tensors: Sequence[Tensor | None], header: Sequence[int],
     y = _LINEAR(x, tensors, header, bias)
     # Kernels may give it its shape by a view, and of a view that an op's graph holds torch refuses changes in place.
     return torch.ops.aten._unsafe_view(y, y.shape) if y.requires_grad and y._is_view() else y
+
+
+def linear_experts(
+    x: Tensor, tensors: Sequence[Tensor], header: Sequence[int], rows: int, ends: Tensor
+) -> Tensor:
+    """Of rows ends[e - 1] up to ends[e] of x the products with expert e: torch's grouped_mm with packed weights.
+
+    Args:
+        x: [tokens, cols], sorted by expert.
+        tensors, header: experts' matrices as one packed weight of slabs, [experts * filled rows, cols].
+        rows: of an expert, which the weight holds filled up with zeros to a multiple of 64.
+        ends: int32 [experts], where x is: the first row behind each expert's.
+
+    Returns:
+        [tokens, rows]; zeros in the rows behind the last end. Differentiable in x. On a GPU no host waits, and where
+        the kernel takes them (docs/experts.md) a token's bits depend on no other one.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape; a layout that is not of slabs; on the CPU ends that fall.
+    """
+    return call(torch.ops.macko.linear_experts, x, tensors, header, rows, ends)
 
 
 def has_tangent(x: Tensor) -> bool:
@@ -390,6 +412,7 @@ def _product(op: str, sizes: Callable[..., tuple[Tensor, Any, Any]], *args: Any)
 _PRODUCTS: dict[str, Callable[..., tuple[Tensor, Any, Any]]] = {
     "linear": lambda x, packed, header, bias=None: (x, *header[1:3]),
     "linear_below_autograd": lambda x, packed, header, bias=None: (x, *header[1:3]),
+    "linear_experts": lambda x, packed, header, rows, ends: (x, rows, header[2]),
     "norm_linear": lambda x, weight, eps, packed, header, bias=None: (x, *header[1:3]),
     "gated_linear": lambda gate, up, packed, header, bias=None: (gate, *header[1:3]),
     "spmv": lambda values, deltas, row_ptr, cols, x, delta_bits=4: (x, row_ptr.numel() - 1, cols),
@@ -416,6 +439,26 @@ def _times(grad: Tensor, tensors: Sequence[Tensor], header: Sequence[int]) -> Te
     if header[0] == _SLIDE:
         grad, w = (grad * tensors[1]).to(grad.dtype), w.to(grad.dtype)
     return grad @ w
+
+
+def _experts_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    *tensors, ends = ctx.saved_tensors
+    nothing = ([None] * len(tensors), None, None, None)
+    if not ctx.needs_input_grad[0]:
+        return (None, *nothing)
+    w = torch.ops.macko.dense(tensors, ctx.header, False)
+    w = w.view(len(ends), -1, w.shape[1])[:, : ctx.rows]
+    rows = torch.arange(len(grad), device=grad.device).unsqueeze(1)
+    grad_x = torch._grouped_mm(grad.contiguous(), w, offs=ends)  # of rows behind the last end it writes nothing
+    return (grad_x.masked_fill(rows >= ends[-1:], 0), *nothing)
+
+
+def _experts_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, tensors, ctx.header, ctx.rows, ends = inputs
+    ctx.save_for_backward(*tensors, ends)
+
+
+torch.library.register_autograd("macko::linear_experts", _experts_backward, setup_context=_experts_context)
 
 
 def _differentiable(name: str, packed: Callable[..., Packed], x: int, bias: int | None = None) -> None:

@@ -44,7 +44,10 @@ def find_folder(source: str, or_file: bool = False) -> Path:
     except ImportError:
         raise ValueError(f"{source}: there is no such folder, and no huggingface_hub to fetch a model with") from None
     try:
-        return Path(snapshot_download(source, ignore_patterns=NOT_FETCHED))
+        folder = Path(snapshot_download(source, ignore_patterns=NOT_FETCHED))
+        if not any(folder.glob("*.safetensors")):  # an older repository
+            snapshot_download(source, allow_patterns=["pytorch_model*.bin"])
+        return folder
     except Exception as error:  # of a dozen kinds, some of them the network library's
         raise ValueError(f"{source}: there is no such folder, nor a model of that name on the Hub: {error}") from None
 
@@ -187,14 +190,15 @@ def unfinished(
         shutil.rmtree(work)
 
 
-def copy_others(source: Path, folder: Path) -> None:
+def copy_others(source: Path, folder: Path, cards: bool = True) -> None:
     """Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside ours."""
     for file in sorted(source.iterdir()):
         weights = file.suffix in WEIGHTS or ".index." in file.name
         there = folder / file.name
         if there.exists() and file.name == "README.md":
             there = folder / "README-dense.md"
-        if file.is_file() and not weights and not there.exists():
+        is_card = file.name in ("README.md", "README-dense.md")
+        if file.is_file() and (cards or not is_card) and not weights and not there.exists():
             shutil.copyfile(file, there)
 
 

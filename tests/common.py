@@ -232,7 +232,8 @@ def assert_other_tensors_are_refused(packed: PackedWeight) -> Tensor:
 
 
 def assert_graph_of_layers(layers: list, x: Tensor, bias: Tensor, bare: int) -> None:
-    """A captured chain of the layers, then of the first `bare` with no kernel between, has the bits of eager mode."""
+    """A captured chain of the layers, then of the first `bare` with no kernel between, has the bits of eager mode, and
+    reads x anew."""
 
     def chain(x: Tensor) -> Tensor:
         for layer in layers:
@@ -249,6 +250,9 @@ def assert_graph_of_layers(layers: list, x: Tensor, bias: Tensor, bare: int) -> 
         captured.fill_(float("nan"))
         graph.replay()
         assert_same_bits(captured, eager)
+    x.copy_(x.flip(-1))
+    graph.replay()
+    assert_same_bits(captured, chain(x))
 
 
 def assert_close_spmv(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -376,3 +378,15 @@ def slide_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = 
     )
     y = (q.double() @ codes.cpu().double().t()) * token_scale.double()[..., None] * scale.cpu().double()
     return y if bias is None else y + bias.cpu().double()
+
+
+def planes12_to_dense(packed: Any) -> Tensor:
+    """docs/lossless.md has it as a reader without macko writes it."""
+    low, high, table, row_ptr, columns, values = (t.numpy() for t in packed.tensors().values())
+    nibble = np.empty((len(high), 2 * high.shape[1]), np.uint8)
+    nibble[:, 0::2], nibble[:, 1::2] = high & 15, high >> 4
+    bits = np.concatenate([table, table | 128])[nibble[:, : low.shape[1]]].astype(np.uint16) << 8 | low
+    if packed.dtype == torch.float16:
+        bits = bits & 0x8000 | (bits & 0xFFF) << 3
+    bits[np.repeat(np.arange(len(low)), np.diff(row_ptr)), columns] = values.view(np.uint16)
+    return torch.from_numpy(bits.view(np.int16)).view(packed.dtype)

@@ -28,6 +28,7 @@ PYTHON_SYMBOLS = {
     *("PyModule_Create2", "PyModule_AddStringConstant", "PyUnicode_AsUTF8AndSize", "PyUnicode_FromString"),
     *("PyErr_SetString", "PyErr_Format", "PyErr_Occurred", "PyExc_ValueError", "PyExc_ImportError"),
     *("PyModule_AddObjectRef", "PyDict_New", "PyDict_SetItemString", "PyLong_FromLong", "_Py_Dealloc"),
+    *("PyLong_AsLong", "Py_BuildValue"),
 }
 
 
@@ -294,7 +295,7 @@ def test_cuda_is_compiled_where_torch_can_load_it_or_on_demand(
         assert build.arches() == []
     else:
         assert build.why_no_cuda() is None
-        assert build.arches() == ["8.0", "9.0a"]
+        assert build.arches() == ["8.0+PTX", "9.0a"]
 
 
 def test_cuda_on_demand_without_nvcc_stops(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -405,7 +405,7 @@ def test_formats_of_convert_are_one_list(dense: Path, tmp_path: Path, capsys: An
         main(["convert", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert f": {listed} --values" in text
-    assert "(ec, slide, dense8 and sparse8 have files of their own, the others the same)" in text
+    assert "(ec, slide, dense12, dense8 and sparse8 have files of their own, the others the same" in text
 
 
 @pytest.mark.parametrize(
@@ -1047,8 +1047,8 @@ def test_formats_of_compressed_tensors() -> None:
     assert sparsity_format({"quantization_config": None, "sparsity_config": {"format": "dense"}}) is None
     with pytest.raises(ValueError, match="format 'marlin-24'"):
         sparsity_format({"sparsity_config": {"format": "marlin-24"}})
-    with pytest.raises(ValueError, match="quantised too"):
-        sparsity_format({"quantization_config": {"sparsity_config": sparse, "config_groups": {"group_0": {}}}})
+    both = {"quantization_config": {"sparsity_config": sparse, "config_groups": {"group_0": {}}}}
+    assert sparsity_format(both) == "sparse-bitmask"
 
 
 @pytest.mark.parametrize("lie", [3, True, "sparse-bitmask", [{}]])
@@ -1216,7 +1216,7 @@ def test_other_bits_of_compressed_tensors_are_refused(tmp_path: Path, capsys: py
     file = tmp_path / "in" / "config.json"
     text = file.read_text()
     for old, new, message in (
-        ('"num_bits": 8', '"num_bits": 4', "weights of num_bits 4"),
+        ('"num_bits": 8', '"num_bits": 4', "4 bits a weight in the format None"),
         ('"channel"', '"group"', "weights of strategy 'group'"),
         ('"symmetric": true', '"symmetric": false', "weights of symmetric False"),
     ):
@@ -1346,6 +1346,7 @@ def test_bench_of_a_dense_model(
 
 
 @needs_transformers
-def test_commands_that_write_refuse_what_is_saved_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "in", str(tmp_path / "out"), "--format", "dense12"]) == 1
-    assert "its file is the dense model" in capsys.readouterr().err
+def test_back_to_dense_there_is_nothing_to_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in (["--format", "dense12"], ["--values", "fp8"]):
+        assert main(["convert", "in", str(tmp_path / "out"), "--to", "dense", *option]) == 1
+        assert "--to dense takes no --values and no --format" in capsys.readouterr().err

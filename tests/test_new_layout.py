@@ -35,7 +35,7 @@ const Tensor &matrix_of(const char *op, const Packed &p) {
     return p[0];
 }
 Made lay_out(const Packed &p, const Ints &) {
-    return {{flipped(canonical_layout.dense(p, true), 0)}, {10, p.rows(), p.cols(), p.number(0)}};
+    return {{flipped(canonical_layout.dense(p, true), 0)}, {11, p.rows(), p.cols(), p.number(0)}};
 }
 Tensor dense(const Packed &p, bool) { return flipped(matrix_of("dense", p), 0); }
 Tensor check(const Packed &p) {
@@ -55,7 +55,7 @@ Tensor linear(const Packed &p, const Tensor &x, const std::optional<Tensor> &bia
     return flipped(dense_linear(x, t, bias), -1);
 }
 } // namespace
-const Registered toy_layout({.name = "toy", .number = 10, .tensors = 1, .numbers = 1,
+const Registered toy_layout({.name = "toy", .number = 11, .tensors = 1, .numbers = 1,
                              .lay_out = lay_out, .dense = dense, .check = check, .linear = linear});
 } // namespace macko
 """
@@ -225,7 +225,7 @@ def test_a_new_layout_is_a_file_and_a_class(tmp_path: Path) -> None:
     (tmp_path / "use.py").write_text(USE)
     run(tmp_path, *BUILD)
     run(tmp_path, "use.py")
-    (tmp_path / "csrc/toy/ops.cpp").write_text(OPS.replace(".number = 10", ".number = 9"))
+    (tmp_path / "csrc/toy/ops.cpp").write_text(OPS.replace(".number = 11", ".number = 9"))
     run(tmp_path, *BUILD)
     with pytest.raises(AssertionError, match=r"ImportError: .*the number of the layout (toy|sparse8) is another one's"):
         run(tmp_path, "-c", "import macko")

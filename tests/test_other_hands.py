@@ -598,7 +598,7 @@ def test_adapters_that_freeze_and_add_in_place(kind: str) -> None:
 
 def test_files_alone_are_no_formats_of_layers() -> None:
     """So that the lists above miss none."""
-    assert set(SAVED) == {"macko8"}
+    assert set(SAVED) == {"macko8", "planes12"}
 
 
 def test_a_copy_whose_layer_has_two_names_is_emptied() -> None:

@@ -19,7 +19,6 @@ from tests.common import (
     MASKS,
     Plan,
     assert_close_spmv,
-    assert_graph_of_layers,
     assert_same_bits,
     integer_problem,
     needs_capture,
@@ -184,23 +183,10 @@ def test_padding_never_reads_an_x() -> None:
     w = torch.zeros(64, 600, dtype=torch.float16)
     w[:, ::3] = 1
     w[::2, 300:] = 0
-    x = torch.ones(600, dtype=torch.float16)
-    x[0] = float("inf")
-    assert packed(w).linear(x.cuda()).isposinf().all()
-
-
-@pytest.mark.gpu
-def test_x_and_bias_of_any_stride_and_alignment() -> None:
-    w = random_weight(130, 512, 0.5, torch.float16)
-    sell, long = packed(w), random_vector(2 * 512 + 1, dtype=torch.float16)
-    for x in (long[1:513], long[: 2 * 512 : 2]):
-        assert_close_spmv(sell.linear(x.cuda()[:]), w, x)
-        on_gpu = long.cuda()
-        same = on_gpu[1:513] if x.stride(0) == 1 else on_gpu[: 2 * 512 : 2]
-        assert_close_spmv(sell.linear(same), w, x)
-    bias = random_vector(260, dtype=torch.float16)
-    x = long[:512]
-    assert_close_spmv(sell.linear(x.cuda(), bias.cuda()[::2]), w, x, bias[::2])
+    x = torch.ones(4, 600, dtype=torch.float16)
+    x[:, 0] = float("inf")
+    assert packed(w).linear(x[0].cuda()).isposinf().all()
+    assert layouts.stream(packed(w), x.cuda()).isposinf().all()
 
 
 @pytest.mark.gpu
@@ -214,43 +200,6 @@ def test_gap_width_is_the_smallest() -> None:
 def test_memory_held() -> None:
     sell = packed(random_weight(4096, 4096, 0.5, torch.float16))
     assert sell.nbytes <= 2.6 * sell.stored
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [(), (1,), (1, 1), (3,), (2, 5), (0,)])
-def test_linear(tokens: tuple[int, ...]) -> None:
-    w, bias = random_weight(96, 200, 0.5, torch.float16), random_vector(96, dtype=torch.float16, seed=3)
-    x = random_vector(*tokens, 200, dtype=torch.float16)
-    y = packed(w).linear(x.cuda(), bias.cuda())
-    assert y.shape == (*tokens, 96)
-    assert_close_spmv(y, w, x, bias)
-
-
-@pytest.mark.gpu
-def test_gradients_of_x_and_bias() -> None:
-    w = random_weight(48, 64, 0.5, torch.float16).cuda()
-    sell = SellWeight.from_dense(w)
-    for tokens in ((), (3,)):
-        x = random_vector(*tokens, 64, dtype=torch.float16).cuda().requires_grad_()
-        bias = torch.zeros(48, dtype=torch.float16, device="cuda", requires_grad=True)
-        grad = random_vector(*tokens, 48, dtype=torch.float16).cuda()
-        (sell.linear(x, bias) * grad).sum().backward()
-        torch.testing.assert_close(x.grad, grad @ w)
-        torch.testing.assert_close(bias.grad, grad.reshape(-1, 48).sum(0))
-
-
-@pytest.mark.gpu
-def test_opcheck_compile_and_graph_of_32_layers() -> None:
-    layers = [packed(random_weight(512, 512, 0.5, torch.float16, seed=i)) for i in range(32)]
-    bias = random_vector(512, dtype=torch.float16).cuda()
-    x = random_vector(512, dtype=torch.float16).cuda()
-    torch.library.opcheck(torch.ops.macko.linear, (x, *layers[0].packed, bias))
-    torch.library.opcheck(torch.ops.macko.linear, (x[None], *layers[0].packed, bias))
-    assert_graph_of_layers(layers, x, bias, bare=32)
-    compiled = torch.compile(lambda x: layers[0].linear(x, bias), fullgraph=True)
-    for tokens in ((1,), (4,), (2, 3)):
-        rows = random_vector(*tokens, 512, dtype=torch.float16).cuda()
-        torch.testing.assert_close(compiled(rows), layers[0].linear(rows, bias))
 
 
 @pytest.mark.gpu
@@ -293,16 +242,6 @@ def test_x_of_the_product_before_is_never_read(cols: int, path: str, plan: Plan)
 
 
 @pytest.mark.gpu
-def test_side_stream() -> None:
-    w, x = random_weight(256, 1024, 0.5, torch.float16), random_vector(1024, dtype=torch.float16)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        y = packed(w).linear(x.cuda())
-    stream.synchronize()
-    assert_close_spmv(y, w, x)
-
-
-@pytest.mark.gpu
 def test_validate() -> None:
     sell = packed(random_weight(300, 500, 0.5, torch.float16))
     sell.validate()
@@ -332,30 +271,20 @@ def test_layouts_made_for_another_gpu(warps: int, blocks: int) -> None:
     sell = SellWeight.from_macko(MackoWeight.from_dense(w.cuda()), 3, warps, blocks)
     assert (sell.warps, sell.blocks.shape[0]) == (warps, blocks)
     sell.validate()
-    assert_same_bits(
-        reference.sell_unpack(sell),
-        torch.where(w == 0, 0, w),
-    )
+    assert_same_bits(reference.sell_unpack(sell), torch.where(w == 0, 0, w))
     assert_close_spmv(sell.linear(x.cuda()), w, x)
     assert_close_spmv(layouts.stream(sell, x.cuda()[None]), w, x[None])
 
 
 @pytest.mark.gpu
 def test_errors_name_the_argument() -> None:
-    sell = packed(random_weight(30, 50, 0.5, torch.float16))
-    x = random_vector(50, dtype=torch.float16).cuda()
-    with pytest.raises(RuntimeError, match=r"x has shape \[49\], expected \[\.\.\., 50\]"):
-        sell.linear(x[:49])
-    with pytest.raises(RuntimeError, match="x has dtype bfloat16, expected float16"):
-        sell.linear(x.bfloat16())
-    with pytest.raises(RuntimeError, match="bias has 29 elements, the matrix has 30 rows"):
-        sell.linear(x, x[:29])
-    with pytest.raises(RuntimeError, match="gap_bits is 7"):
-        layouts.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 7)
-    with pytest.raises(RuntimeError, match="warps is 7, expected an even number up to 12"):
-        layouts.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 3, 7)
-    with pytest.raises(RuntimeError, match="blocks is -1"):
-        layouts.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, 3, 8, -1)
+    for options, message in (
+        ((7,), "gap_bits is 7"),
+        ((3, 7), "warps is 7, expected an even number up to 12"),
+        ((3, 8, -1), "blocks is -1"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            layouts.sell_pack(*ops.pack(torch.ones(2, 2).half().cuda()), 2, 4, *options)
     with pytest.raises(RuntimeError, match="cols is 65536, expected at most 65535"):
         packed(torch.zeros(2, 65536, dtype=torch.float16))
 

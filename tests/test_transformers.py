@@ -475,13 +475,13 @@ def test_a_packed_folder_keeps_how_values_are_held(pruned: tuple[Any, Path], tmp
     assert model.config.quantization_config.values == "raw"
 
 
-@pytest.mark.parametrize("version", [2, 0, "1", None])
+@pytest.mark.parametrize("version", [3, 0, "1", None])
 def test_an_unknown_version_is_refused(pruned: tuple[Any, Path], tmp_path: Path, version: Any) -> None:
     folder = saved(pruned, tmp_path / "sparse")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["version"] = version
     (folder / "config.json").write_text(json.dumps(config))
-    wanted = "of version 2 of macko's files.* install a newer one" if version == 2 else "version is"
+    wanted = "of version 3 of macko's files.* install a newer one" if version == 3 else "version is"
     with pytest.raises(ValueError, match=wanted):
         load(folder)
 

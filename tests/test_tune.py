@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 
 import macko
 from macko.choose import auto as choose
-from macko.choose import times
+from macko.choose import counted, times
 from macko.cli import main
 from macko.measure import tune
 from macko.nn import convert
@@ -50,6 +51,20 @@ def table(*lines: dict[str, Any], bandwidth: float = 1000) -> str:
 
 def slide_table(*lines: dict[str, Any]) -> str:
     return json.dumps({"version": 2, "gpu": GPU, "linear": [], "slide": lines})
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The GPU that this machine has not: its name, compute capability, and an SM's share of its memory's rate."""
+
+    def is_there(name: str = GPU, capability: tuple[int, int] = (9, 0), bytes_a_clock: float = 12.8) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 1000)
+        monkeypatch.setattr(counted, "bytes_a_clock", lambda device: bytes_a_clock)
+        monkeypatch.setattr(SellWeight, "runs", lambda *_: True)
+
+    return is_there
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +137,7 @@ def test_a_gpu_of_unknown_bandwidth_has_times_as_they_are_and_a_warning(own_tabl
         times.times("cpu avx512", 0)
 
 
-def test_times_of_eight_tokens_do_not_hide_the_model_of_one(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_eight_tokens_do_not_hide_the_model_of_one(own_tables: Path, gpu: Callable[..., None]) -> None:
     """That is another GPU's; and whose tile it has is told by the number of tokens."""
     (own_tables / "shipped" / times.file_name("Known")).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2)))
     eight = {**line(512, 512, 0.5, dense=4, sell=8, tile=3), "tokens": 8}
@@ -131,41 +146,91 @@ def test_times_of_eight_tokens_do_not_hide_the_model_of_one(own_tables: Path, mo
     assert known.us(512, 512, 0.5, HALF) == pytest.approx({"dense": 18, "sell": 10, "tile": 4})
     assert known.us(512, 512, 0.5, HALF, 8) == eight["us"]
     assert (known.measured, known.at(8).measured, known.at(1).measured) == (True, True, False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Other")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 500)
-    monkeypatch.setattr(SellWeight, "runs", lambda *_: True)
+    gpu("Other", (8, 0))
     for tokens, wanted in ((1, {"dense", "sell", "tile"}), (8, {"dense", "sell", "tile"})):
         assert {*choose.expected_us(512, 512, 0.5, HALF, torch.device("cuda"), tokens)} == wanted
 
 
-def test_tiles_times_of_another_gpu_are_of_its_kernel(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_times_of_another_gpu_are_of_its_kernel(own_tables: Path, gpu: Callable[..., None]) -> None:
     (own_tables / "shipped" / times.file_name("Known")).write_text(
         table(line(512, 512, 0.5, dense=9, sell=2.2, tile=2))
     )
-    monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 1000)
-    monkeypatch.setattr(SellWeight, "runs", lambda *_: True)
     weight = SimpleNamespace(rows=512, cols=512, density=0.5, dtype=HALF, device=torch.device("cuda"))
-    for name, major, one, any_number in (
-        *(("Other", 8, "sell", "tile"), ("Other", 10, "sell", "sell"), ("Other", 9, "tile", "tile")),
-        *(("Known", 8, "tile", "tile"), ("Known", 10, "tile", "tile")),
+    for name, major, bytes_a_clock, one, any_number in (
+        *(("Other", 8, 3, "sell", "tile"), ("Other", 10, 29, "sell", "sell"), ("Other", 9, 13, "tile", "tile")),
+        *(("Known", 8, 3, "tile", "tile"), ("Known", 10, 29, "tile", "tile")),
     ):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
+        gpu(name, (major, 0), bytes_a_clock)
         assert choose.choose(weight, 1).format == one  # type: ignore[arg-type]
         assert choose.choose(weight).format == any_number  # type: ignore[arg-type]
         assert choose.choose(weight, 8).format == "tile"  # type: ignore[arg-type]
 
 
+def test_the_users_times_count_for_several_tokens_too(own_tables: Path, gpu: Callable[..., None]) -> None:
+    """And for any number where tile is slower than dense for one."""
+    weight = SimpleNamespace(rows=512, cols=512, density=0.5, dtype=HALF, device=torch.device("cuda"))
+    eight = {**line(512, 512, 0.5, dense=4, sell=2, tile=3), "tokens": 8}
+    for capability in ((8, 9), (9, 0)):
+        gpu(capability=capability, bytes_a_clock=3)
+        times.write(times.cache_file(GPU), GPU, [line(512, 512, 0.5, dense=9, sell=5, tile=10), eight], [], 1000)
+        assert [choose.choose(weight, n).format for n in (1, 8)] == ["sell", "sell"]  # type: ignore[arg-type]
+        assert choose.choose(weight).format == "sell"  # type: ignore[arg-type]
+        assert choose.choose(weight, 9).format == "tile"  # type: ignore[arg-type]
+        times.write(times.cache_file(GPU), GPU, [line(512, 512, 0.5, dense=9, sell=5, tile=8)], [], 1000)
+        assert choose.choose(weight).format == "tile"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capability", "bytes_a_clock", "gains"),
+    [
+        ((8, 9), 3.1, {1: 1.60, 8: 1.60, 64: 1.60, 128: 0.9}),  # RTX 4090: memory decides, then tensor cores
+        ((8, 6), 6.7, {8: 1.60, 32: 1.60, 64: 1.01}),  # RTX 3090
+        ((8, 0), 13.4, {8: 1.60, 32: 1.40, 64: 0.94}),  # A100 80GB: decoding decides
+        ((10, 0), 29.2, {1: 0.86, 8: 0.86, 16: 0.78, 64: 0.46}),  # B200: more bytes than clocks
+    ],
+)
+def test_what_tile_gains_where_nobody_measured_is_counted(
+    own_tables: Path,
+    gpu: Callable[..., None],
+    capability: tuple[int, int],
+    bytes_a_clock: float,
+    gains: dict[int, float],
+) -> None:
+    (own_tables / "shipped" / times.file_name("Known")).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2)))
+    gpu(capability=capability, bytes_a_clock=bytes_a_clock)
+    for tokens, wanted in gains.items():
+        us = choose.expected_us(512, 512, 0.5, HALF, torch.device("cuda"), tokens)
+        assert us["dense"] / us["tile"] == pytest.approx(wanted, abs=0.01), tokens
+        layer = convert._why_not_worth(torch.empty(0), 0.5, us, macko.choose.Options(tokens=tokens), 0.2)
+        assert bool(layer) == (wanted < 1 and tokens > 1)  # for one there is sell
+    w = torch.empty(1024, 1024, dtype=torch.bfloat16)
+    gained = not choose.not_dense12(w, torch.device("cuda"), 8)
+    assert gained == (capability[0] != 10)
+
+
+def test_clocks_that_are_counted_with_are_those_that_were_measured() -> None:
+    results = Path(macko.__file__).parent.parent / "benchmarks/results"
+    if not results.exists():
+        pytest.skip("macko is installed, its records are not here")
+    for format, file, share in (("tile", "h200/rings.jsonl", 18.42), ("dense12", "h100-80gb-hbm3/rings.jsonl", 12.83)):
+        lines = [json.loads(text) for text in (results / file).read_text().splitlines()]
+        for tokens, clocks in counted.CLOCKS[format].items():
+            took = [
+                entry["dense_us"] / entry["median_us"]
+                for entry in lines
+                if (entry["kernel"], entry["tokens"], entry["dtype"]) == (f"{format}_rings", tokens, "bfloat16")
+            ]
+            assert len(took) == 5
+            assert 2 * counted.ELEMENTS / share / statistics.geometric_mean(took) == pytest.approx(clocks, rel=0.01)
+
+
 def test_sparse11_is_taken_in_place_of_tile_and_not_by_its_own_times(
-    own_tables: Path, monkeypatch: pytest.MonkeyPatch
+    own_tables: Path, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not every weight can be held so, and values="raw" is without it."""
     times.cache_file(GPU).write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2, sparse11=1, sparse8=1)))
     assert times.times(GPU).us(512, 512, 0.5, HALF) == {"dense": 9, "sell": 5, "tile": 2}
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
-    monkeypatch.setattr(times, "bandwidth_gbps", lambda device: 1000)
-    monkeypatch.setattr(SellWeight, "runs", lambda *_: True)
+    gpu()
     weight = SimpleNamespace(rows=512, cols=512, density=0.5, dtype=HALF, device=torch.device("cuda"))
     assert choose.choose(weight, 1).format == "tile"  # type: ignore[arg-type]
     monkeypatch.setattr(tune, "layouts", lambda weight: [BitmapWeight, Sparse11Weight])
@@ -368,8 +433,8 @@ def test_nothing_is_said_of_many_tokens_where_nothing_is_lost() -> None:
 @pytest.mark.parametrize(
     ("us", "wanted"),
     [
-        ({"dense": 1.0, "sell": 10.0, "tile": 9.6}, "sell"),
-        ({"dense": 1.0, "sell": 10.0, "tile": 9.4}, "tile"),
+        ({"dense": 9.0, "sell": 10.0, "tile": 9.6}, "sell"),
+        ({"dense": 9.0, "sell": 10.0, "tile": 9.4}, "tile"),
         ({"sell": 10.0, "tile": 11.0}, "sell"),
         ({"tile": 8.0, "macko": 7.0}, "macko"),
         ({}, "macko"),
@@ -381,10 +446,12 @@ def test_sell_is_chosen_up_to_a_little_more_time(
     monkeypatch.setattr(choose, "expected_us", lambda *_: dict(us))
     weight = SimpleNamespace(rows=8, cols=8, density=0.7, dtype=HALF, device=torch.device("cuda"))
     assert choose.choose(weight, 1).format == wanted  # type: ignore[arg-type]
-    for major, unknown in ((8, "tile"), (9, "tile"), (10, wanted)):
+    faster_than_dense = "tile" in us and us["tile"] < us.get("dense", 99)
+    for major in (7, 9):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, major=major: (major, 0))
+        unknown = "tile" if faster_than_dense or (not us and major > 7) else wanted
         assert choose.choose(weight).format == unknown  # type: ignore[arg-type]
-        assert choose.choose(weight, 2).format == "tile"  # type: ignore[arg-type]
+        assert choose.choose(weight, 2).format == ("tile" if not us and major > 7 else wanted)  # type: ignore[arg-type]
 
 
 def test_inspect_tells_the_gain(own_tables: Path, capsys: pytest.CaptureFixture[str]) -> None:

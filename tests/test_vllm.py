@@ -66,6 +66,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """dense, half of its weights zero, and packed, its head too: with grouped queries and biases."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from macko.integrations.folders import pack_folder
+
     folder = tmp_path_factory.mktemp("vllm")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -82,6 +84,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 weight.normal_(0, 0.1)
     macko.prune_(model, 0.5)
     model.save_pretrained(folder / "dense")
+    pack_folder(folder / "dense", folder / "planes", ())
     macko.sparsify_(model, ignore=())
     model.save_pretrained(folder / "packed")
     return folder
@@ -158,6 +161,13 @@ def test_a_dense_folder_in_twelve_bits(run: Callable[..., Any]) -> None:
     got = run("dense", quantization="macko", hf_overrides={"macko": {"format": "dense12", "ignore": []}})
     assert_same(got, run("dense"))
     assert "macko packs linear layers: dense12" in got.log
+
+
+def test_a_folder_in_twelve_bits_is_dense_on_a_cpu(run: Callable[..., Any]) -> None:
+    got = run("planes")
+    assert_same(got, run("dense"))
+    where = "macko packs linear layers: dense12" if torch.cuda.is_available() else "macko unpacks linear layers here"
+    assert where in got.log
 
 
 def test_a_dense_folder_in_eight_bits(run: Callable[..., Any]) -> None:

@@ -159,7 +159,7 @@ FAULTS = (
     Fault("parts of fp8 and int8 are joined", "macko/weights/shards.py", "if len(ways) > 1:", "if False:",
           "tests/test_shards.py"),
     Fault("a GPU without wgmma is judged by tile's times of another", "macko/choose/auto.py",
-          "not known.measured and not runs_wgmma(device)", "False", "tests/test_tune.py"),
+          '_library.slab_kernels(device)[0] != "mma.sync"', "True", "tests/test_tune.py"),
     Fault("a table's own times of sparse11 count", "macko/choose/times.py", '"bitmap", "sell"',
           '"bitmap", "sparse11", "sell"', "tests/test_tune.py"),
     Fault("a GPU has the times of the memory that is farthest", "macko/choose/times.py", "table = min(timed, key=",

@@ -8,11 +8,14 @@
 
 #include "knobs.h"
 
+// The major number of the compute capability that this library's code for the current device was compiled for.
+cudaError_t macko_code_major_cuda(int *major);
+
 namespace macko {
 
 struct device_info {
     int index;
-    int major; // of its compute capability
+    int major; // of its compute capability, or of that which its code was compiled for, if that is PTX of an older one
     int num_sms;
     int shared_bytes;   // what a block may have at most, having asked for it
     int shared_per_sm;  // of all its blocks
@@ -32,7 +35,9 @@ inline cudaError_t current_device(device_info *device) {
     std::call_once(asked[index], [index] {
         device_info &d = devices[index];
         d.index = index;
+        int code;
         cudaDeviceGetAttribute(&d.major, cudaDevAttrComputeCapabilityMajor, index);
+        if (!macko_code_major_cuda(&code)) d.major = std::min(d.major, code);
         cudaDeviceGetAttribute(&d.num_sms, cudaDevAttrMultiProcessorCount, index);
         cudaDeviceGetAttribute(&d.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
         cudaDeviceGetAttribute(&d.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index);
@@ -45,17 +50,6 @@ inline cudaError_t current_device(device_info *device) {
     *device = devices[index];
     device->num_sms = std::min(device->num_sms, std::max(2, macko_knob_number(MACKO_KNOB_SMS, device->num_sms)));
     return cudaSuccess;
-}
-
-// By the major number of a compute capability: whether to run the kernels with bulk copies, those of GPUs from 9.0 on;
-// MACKO_COPY=cp_async says no.
-inline bool has_bulk_copies(int major) {
-    return major >= 9 && macko_knob_number(MACKO_KNOB_COPY, MACKO_COPY_BULK) == MACKO_COPY_BULK;
-}
-
-// And those with wgmma, which is of 9.0 alone.
-inline bool has_wgmma(int major) {
-    return major == 9 && has_bulk_copies(major);
 }
 
 // What a block of the kernel of rings has of shared memory: as much as on another GPU, if MACKO_PLAN says so.

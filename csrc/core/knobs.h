@@ -5,6 +5,8 @@
 #ifndef MACKO_CORE_KNOBS_H
 #define MACKO_CORE_KNOBS_H
 
+#include <stdbool.h>
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -45,6 +47,15 @@ const int *macko_knob(macko_knob_id id);
 static inline int macko_knob_number(macko_knob_id id, int otherwise) {
     const int *said = macko_knob(id);
     return said ? *said : otherwise;
+}
+
+/* By the major number of a compute capability: whether to run the kernels with bulk copies, those of GPUs from 9.0 on; and
+ * those with wgmma, which is of 9.0 alone. MACKO_COPY=cp_async says no. */
+static inline bool macko_has_bulk_copies(int major) {
+    return major >= 9 && macko_knob_number(MACKO_KNOB_COPY, MACKO_COPY_BULK) == MACKO_COPY_BULK;
+}
+static inline bool macko_has_wgmma(int major) {
+    return major == 9 && macko_has_bulk_copies(major);
 }
 
 /* Takes this instead of what was said before; of a key that comes twice the last one counts. NULL, or what is wrong with

@@ -117,6 +117,70 @@ struct sell_launch {
     int tokens;             // 1..N
 };
 
+#if __CUDA_ARCH__ >= 900
+
+// A lane's results: each a row and a token, added up by 2^log_lanes lanes; lane l of a warp works on result l % together
+// of the warp. All is computed before the loop of products.
+struct sell_results {
+    int count, log_lanes, together, own, row_lane, out_row, num_sums;
+    uint32_t own_sums;
+
+    __device__ __forceinline__ sell_results(int results, const int &threads, const int &warp, const int &lane) {
+        count = results;
+        log_lanes = count && count < threads ? min(31 - __clz(small_quotient(threads, count)), 5) : 0;
+        together = WARP >> log_lanes, own = warp * together + (lane & (together - 1));
+        row_lane = lane >> (5 - log_lanes);
+        out_row = -1;
+    }
+    template <int N>
+    __device__ __forceinline__ void find_sums(const macko_sell_block &b, const uint32_t &sums, const int &stride) {
+        own_sums = held(sums + 4 * (row_lane * stride * N + own));
+        num_sums = (int)held((b.chunks - row_lane + (1 << log_lanes) - 1) >> log_lanes);
+    }
+    template <int N, typename T>
+    __device__ __forceinline__ void store(const macko_sell_matrix &m, const macko_sell_block &b, const int &tokens,
+                                          const int &warps, const int &stride, const int &lane, const T *const &bias,
+                                          T *const &y) {
+        const uint32_t sum_bytes = stride * N * 4 << log_lanes; // from one sum of a lane to its next
+        uint32_t at = own_sums;
+#pragma unroll 1
+        for (int result = own; result - (own & (together - 1)) < count;
+             result += warps * together, at += warps * together * 4) {
+            float sum = sum_of(at, sum_bytes, result < count, num_sums);
+            __syncwarp();
+#pragma unroll 1
+            for (int distance = together; distance < WARP; distance *= 2)
+                sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+            const int token = result % N;
+            if (result < count && token < tokens && lane < together) {
+                if (result != own || out_row < 0) out_row = m.perm[b.row + result / N];
+                y[token * m.rows + out_row] = from_float<T>(bias ? sum + to_float(bias[out_row]) : sum);
+            }
+        }
+    }
+};
+
+// What a consumer group fetches before it waits for x: its block's header, this lane's first base, and zeros after x.
+template <int N>
+__device__ __forceinline__ void fetch_header(const macko_sell_matrix &m, const int &block, const int &warp,
+                                             const int &lane, macko_sell_block &header, uint8_t *const &x_shared,
+                                             uint32_t &base) {
+    const int consumer_thread = warp * WARP + lane;
+    const bool owns = block < m.num_blocks;
+    if (consumer_thread < sizeof(macko_sell_block) / 16) { // through shared memory: see sell_producer
+        if (owns)
+            copy_async<16>(shared_address(&header) + consumer_thread * 16,
+                           (const uint4 *)(m.blocks + block) + consumer_thread);
+        else
+            ((uint4 *)&header)[consumer_thread] = make_uint4(0, 0, 0, 0);
+    }
+    commit_copies();
+    if (owns) base = m.bases[macko_sell_first_base(block, m.warps, warp) + lane];
+    if (threadIdx.x < MACKO_SELL_STEP * N / 2) ((uint32_t *)(x_shared + (int)m.cols * 2 * N))[threadIdx.x] = 0;
+}
+
+#endif
+
 /*
  * A thread block has one or two consumer groups that share x. Each owns the rows of one block of the layout and does what a
  * thread block of spmv does, with a pipeline and partial sums of its own.
@@ -125,8 +189,6 @@ struct sell_launch {
  *     shared memory   | stages of group 0 | stages of group 1 | x [column][N], zeros | sums of group 0 | sums of group 1 |
  *     a lane's task   N sums a chunk of a row  ->  sums [chunk][rows | 1][N]
  *     a result        row r, token n: 2^log_lanes lanes add up sums [..][r][n] in a fixed order
- *
- * One function, as spmv is.
  */
 template <typename T, int GAP_BITS, int N>
 __global__ void __launch_bounds__(MAX_THREADS, 1)
@@ -156,18 +218,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         if (lane == 0) producer.begin();
         __syncwarp();
     } else {
-        const int consumer_thread = warp * WARP + lane;
-        const bool owns = block < m.num_blocks;
-        if (consumer_thread < sizeof(macko_sell_block) / 16) { // through shared memory: see sell_producer
-            if (owns)
-                copy_async<16>(shared_address(headers + consumer_group) + consumer_thread * 16,
-                               (const uint4 *)(m.blocks + block) + consumer_thread);
-            else
-                ((uint4 *)(headers + consumer_group))[consumer_thread] = make_uint4(0, 0, 0, 0);
-        }
-        commit_copies();
-        if (owns) base = m.bases[macko_sell_first_base(block, warps, warp) + lane];
-        if (threadIdx.x < MACKO_SELL_STEP * N / 2) ((uint32_t *)(x_shared + cols * 2 * N))[threadIdx.x] = 0;
+        fetch_header<N>(m, block, warp, lane, headers[consumer_group], x_shared, base);
         sm90::pdl_wait(); // from here on, x may be read
         interleave<T, N>(x, launch.tokens, cols, x_shared, threadIdx.x, consumer_warps * WARP);
         wait_copies<0>();
@@ -179,12 +230,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         return;
     }
 
-    // A result is a row and a token. 2^log_lanes lanes add up one: lane l of a warp works on result l % together of the warp.
-    const int results = b.rows * N;
-    const int log_lanes = results && results < threads ? min(31 - __clz(small_quotient(threads, results)), 5) : 0;
-    const int together = WARP >> log_lanes, own = warp * together + (lane & (together - 1));
-    const int row_lane = lane >> (5 - log_lanes);
-    int out_row = -1;
+    sell_results results(b.rows * N, threads, warp, lane);
 
     // Partial sums lie chunk by chunk, rows | 1 of them a chunk, N tokens each.
     const int groups = macko_sell_groups(&b), long_groups = macko_sell_long_groups(&b);
@@ -196,9 +242,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         const int task = group * WARP + lane, chunk = small_quotient(task, rows), row = task - chunk * rows;
         return chunk < b.chunks ? held(sums + (chunk * stride + row) * (4 * N)) : 0;
     };
-    // What the epilogue needs is computed before the loop.
-    const uint32_t own_sums = held(sums + 4 * (row_lane * stride * N + own));
-    const int num_sums = (int)held((b.chunks - row_lane + (1 << log_lanes) - 1) >> log_lanes);
+    results.find_sums<N>(b, sums, stride);
     const sell_lane_slot slot = lane_slot<GAP_BITS>(stages_at + warp * SLOT, lane);
     const uint32_t pipeline_end = held(pipeline_bytes), first_barrier = held(full);
     uint32_t offset = 0, barrier = first_barrier, phase = 0;
@@ -213,7 +257,8 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         uint32_t address = x_at + 2 * N * base;
         const uint32_t sum_at = sum_address(group);
         if (group + warps < groups) base = m.bases[macko_sell_later_base(&b, m.num_blocks, warps, group) + lane];
-        if (group == warp && own < results) out_row = m.perm[b.row + own / N]; // not before the loop: see spmv
+        if (group == warp && results.own < results.count)
+            results.out_row = m.perm[b.row + results.own / N]; // not before the loop: see spmv
         float sum[N] = {};
         int steps = b.steps - (group >= long_groups);
         stages_left -= steps;
@@ -240,21 +285,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     }
     named_barrier_sync(CONSUMERS + consumer_group, threads);
 
-    const uint32_t sum_bytes = stride * N * 4 << log_lanes; // from one sum of a lane to its next
-    uint32_t at = own_sums;
-#pragma unroll 1
-    for (int result = own; result - (own & (together - 1)) < results;
-         result += warps * together, at += warps * together * 4) {
-        float sum = sum_of(at, sum_bytes, result < results, num_sums);
-        __syncwarp();
-#pragma unroll 1
-        for (int distance = together; distance < WARP; distance *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
-        const int token = result % N;
-        if (result < results && token < launch.tokens && lane < together) {
-            if (result != own || out_row < 0) out_row = m.perm[b.row + result / N];
-            y[token * m.rows + out_row] = from_float<T>(bias ? sum + to_float(bias[out_row]) : sum);
-        }
-    }
+    results.store<N>(m, b, launch.tokens, warps, stride, lane, bias, y);
 #endif
 }
 
@@ -323,7 +354,7 @@ cudaError_t macko_sell_spmm_cuda(const macko_sell_matrix *s, int64_t tokens, con
     cudaError_t error = macko_sell_device_cuda(&device);
     if (!error) error = current_device(&facts);
     if (error) return error;
-    const bool bulk = has_bulk_copies(facts.major);
+    const bool bulk = macko_has_bulk_copies(facts.major);
     for (int64_t token = 0; token < tokens && !error;) {
         const char *x_here = (const char *)x + token * s->cols * 2;
         char *y_here = (char *)y + token * s->rows * 2;

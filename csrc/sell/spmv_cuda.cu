@@ -12,7 +12,7 @@ constexpr int LONG_X = 8192;                           // columns; halves of a s
 // How a block's slots come into shared memory.
 enum sell_copy {
     BULK,     // sm_90 and up: a producer warp fetches whole stages, cp.async.bulk and mbarriers
-    CP_ASYNC, // sm_80 and up: each consumer warp fetches its own slots, 16 bytes a lane
+    CP_ASYNC, // before: each consumer warp fetches its own slots, 16 bytes a lane; before sm_80 copies wait for memory
 };
 
 // What a block multiplies.
@@ -78,6 +78,14 @@ struct sell_late_x {
     __device__ void wait() const {
         if (bytes() > 0) barrier_wait(barrier, 0);
     }
+    // By consumers: only if a lane may reach it in the first round of stages, see sell_producer.
+    template <int GAP_BITS>
+    __device__ void wait_unless_near(const macko_sell_block &b, const uint32_t &base, const int &of_cols) const {
+        if (bytes() <= 0) return;
+        const bool near =
+            (int)base >= of_cols || (int)base + pipeline.stages * (MACKO_SELL_STEP << GAP_BITS) <= pipeline.x_split * 8;
+        if (b.steps <= pipeline.stages || !__all_sync(FULL_WARP, near)) barrier_wait(barrier, 0);
+    }
 };
 
 // Eight products; `address` is that of the first x that the lane has not passed. dp4a picks a byte of the distances, scales
@@ -108,6 +116,134 @@ __device__ __forceinline__ void multiply_step(const sell_step &step, uint32_t &a
                                 gap_field<GAP_BITS>(step.planes, 2 * half + 1), address, sum);
 }
 
+// What the consumers fetch before all warps meet: the block's header, x, and zeros after it. This lane's first base.
+template <typename T, sell_input INPUT>
+__device__ __forceinline__ void stage_input(const sell_pipeline &pipeline, const macko_sell_matrix &m,
+                                            const T *const &x, const sell_norm<T> &norm, const int &cols,
+                                            const int &threads, uint8_t *const &x_shared, const uint32_t &x_at,
+                                            macko_sell_block &header, uint32_t &base) {
+    const int warps = m.warps, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    // The header, through shared memory: see sell_producer.
+    if (threadIdx.x < sizeof header / 16)
+        copy_async<16>(shared_address(&header) + threadIdx.x * 16,
+                       (const uint4 *)(m.blocks + blockIdx.x) + threadIdx.x);
+    base = m.bases[macko_sell_first_base(blockIdx.x, warps, warp) + lane];
+
+    // x, and zeros after it. Not by a bulk copy: that would queue after those of the stages (0.2 us at 4096 x 4096).
+    // Before pdl_wait only weights are asked for: their latency has passed when x arrives.
+    const int whole = (uintptr_t)x % 16 == 0 ? cols / 8 : 0, zeros_at = (cols + 7) / 8;
+    const int split = min(whole, pipeline.x_split);
+    if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)x_shared)[cols + threadIdx.x] = 0;
+#pragma unroll 1
+    for (int i = zeros_at + threadIdx.x; i < macko_sell_x_bytes(cols) / 16; i += threads)
+        ((uint4 *)x_shared)[i] = make_uint4(0, 0, 0, 0);
+#if __CUDA_ARCH__ >= 900
+    if (INPUT == RMS_NORM && blockIdx.x == 0 && threadIdx.x == 0) sm90::bulk_prefetch_l2(norm.weight, cols * 2);
+    sm90::pdl_wait();
+#endif
+    if constexpr (INPUT == RMS_NORM) {
+        stage_normalised((uint4 *)x_shared, x, norm, cols, threads, (float *)(x_shared + macko_sell_x_bytes(cols)));
+    } else {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < split; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
+        commit_copies();
+#pragma unroll 1
+        for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)x_shared)[i] = x[i];
+    }
+#if __CUDA_ARCH__ >= 800
+    // Not wait_copies<0>: ptxas orders what follows otherwise then, and that is not what was timed.
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+#endif
+}
+
+// Where a consumer warp is in the pipeline.
+struct sell_position {
+    uint32_t pipeline_bytes, first_barrier; // that is `full` of stage 0
+    uint32_t offset, barrier, phase;
+    int stages_left; // of the block that this warp has not come to
+
+    __device__ __forceinline__ sell_position(const uint32_t &bytes, const uint32_t &full, int stages)
+        : pipeline_bytes(held(bytes)), first_barrier(held(full)), offset(0), barrier(first_barrier), phase(0),
+          stages_left(stages) {
+    }
+    __device__ __forceinline__ void advance(const int &stage_bytes) {
+        offset += stage_bytes;
+        barrier += 8;
+        if (offset == pipeline_bytes) offset = 0, barrier = first_barrier, phase ^= 1;
+    }
+    // The producer waits for every warp, so one with fewer steps releases the other stages, too.
+    __device__ __forceinline__ void release_rest(const int &stage_bytes, const int &lane) {
+#pragma unroll 1
+        for (; stages_left > 0; stages_left--) {
+            barrier_wait(barrier, phase);
+            release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
+            advance(stage_bytes);
+        }
+    }
+};
+
+// CP_ASYNC: a consumer warp's slots, CP_ASYNC_STAGES of them under way.
+struct sell_own_slots {
+    const uint8_t *next;  // stage of the tail
+    int of_lane, of_warp; // steps: of warp `lane`, and of this one
+    int fetched = 0;
+
+    template <int SLOT>
+    __device__ __forceinline__ void fetch(const macko_sell_matrix &m, const int &warps, const int &warp,
+                                          const int &lane, const uint32_t &to) {
+        const int slots = stage_slots(of_lane, fetched);
+        const bool in_tail = fetched >= m.head;
+        if (fetched < of_warp) {
+            const int64_t head_slot = macko_sell_head_slot(blockIdx.x, m.num_blocks, warps, fetched);
+            const uint8_t *from = (in_tail ? next : m.data + head_slot * SLOT) + warp * SLOT;
+            for (int byte = lane * 16; byte < SLOT; byte += WARP * 16) copy_async<16>(to + byte, from + byte);
+        }
+        commit_copies(); // an empty one too, to keep count
+        if (in_tail) next += slots * SLOT;
+        fetched++;
+    }
+};
+
+// What a thread has of the results: 2^log_lanes lanes add up a row, as few as leave each of them at most SUMS_AT_ONCE
+// partial sums. All is computed before the loop of products: nothing would hide it after them.
+struct sell_results {
+    int log_lanes, first_row, row_lane, out_row, num_sums;
+    uint32_t own_sums; // the first of a lane's
+
+    __device__ __forceinline__ sell_results(const macko_sell_block &b, const int &rows, const int &threads) {
+        const int group_chunks = small_quotient(threads, rows);
+        const int enough = min(32 - __clz(max(b.chunks - 1, 0) / SUMS_AT_ONCE), 5);
+        log_lanes = group_chunks ? min(31 - __clz(group_chunks), enough) : 0;
+        first_row = threadIdx.x >> log_lanes, row_lane = threadIdx.x & ((1 << log_lanes) - 1);
+        out_row = -1;
+    }
+    __device__ __forceinline__ void find_sums(const macko_sell_block &b, float *sums, const int &stride) {
+        own_sums = held(shared_address(sums + row_lane * stride + first_row));
+        num_sums = (int)held((b.chunks - row_lane + (1 << log_lanes) - 1) >> log_lanes);
+    }
+    // The other block of the SM still decodes, and each load or shuffle queues after its gathers: so loads go out several
+    // at once, and shuffles are few.
+    template <typename T>
+    __device__ __forceinline__ void store(const macko_sell_matrix &m, const macko_sell_block &b, const int &threads,
+                                          const int &stride, const T *const &bias, T *const &y) {
+        const uint32_t sum_bytes = 4 * stride << log_lanes; // from one sum of a lane to its next
+        uint32_t at = own_sums;
+#pragma unroll 1
+        for (int r = first_row; r - first_row < b.rows; r += threads >> log_lanes, at += threads >> log_lanes << 2) {
+            float sum = sum_of(at, sum_bytes, r < b.rows, num_sums);
+            __syncwarp();
+#pragma unroll 1
+            for (int distance = 1 << log_lanes >> 1; distance; distance >>= 1)
+                sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+            if (r < b.rows && row_lane == 0) {
+                if (r != first_row || out_row < 0) out_row = m.perm[b.row + r];
+                if (bias) sum += to_float(bias[out_row]);
+                y[out_row] = from_float<T>(sum);
+            }
+        }
+    }
+};
+
 /*
  * A thread block owns the rows of one block of the layout.
  *
@@ -122,8 +258,6 @@ __device__ __forceinline__ void multiply_step(const sell_step &step, uint32_t &a
  *
  * The stages lie first, so that the first fetch does not wait for the parameter cols. Padding (value 0, gap 0) points at the
  * zeros after x.
- *
- * One function: its phases share most of its registers, which functions of their own would take as a dozen arguments.
  */
 template <typename T, int GAP_BITS, sell_copy COPY, sell_input INPUT>
 __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
@@ -155,38 +289,7 @@ __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
         if (produces && lane == 0) producer.begin();
         __syncwarp();
 #endif
-        if (!produces) {
-            // The header, through shared memory: see sell_producer.
-            if (threadIdx.x < sizeof header / 16)
-                copy_async<16>(shared_address(&header) + threadIdx.x * 16,
-                               (const uint4 *)(m.blocks + blockIdx.x) + threadIdx.x);
-            base = m.bases[macko_sell_first_base(blockIdx.x, warps, warp) + lane];
-
-            // x, and zeros after it. Not by a bulk copy: that would queue after those of the stages (0.2 us at 4096 x 4096).
-            // Before pdl_wait only weights are asked for: their latency has passed when x arrives.
-            const int whole = (uintptr_t)x % 16 == 0 ? cols / 8 : 0, zeros_at = (cols + 7) / 8;
-            const int split = min(whole, pipeline.x_split);
-            if (cols + threadIdx.x < zeros_at * 8) ((uint16_t *)x_shared)[cols + threadIdx.x] = 0;
-#pragma unroll 1
-            for (int i = zeros_at + threadIdx.x; i < macko_sell_x_bytes(cols) / 16; i += threads)
-                ((uint4 *)x_shared)[i] = make_uint4(0, 0, 0, 0);
-#if __CUDA_ARCH__ >= 900
-            if (INPUT == RMS_NORM && blockIdx.x == 0 && threadIdx.x == 0) sm90::bulk_prefetch_l2(norm.weight, cols * 2);
-            sm90::pdl_wait();
-#endif
-            if constexpr (INPUT == RMS_NORM) {
-                stage_normalised((uint4 *)x_shared, x, norm, cols, threads,
-                                 (float *)(x_shared + macko_sell_x_bytes(cols)));
-            } else {
-#pragma unroll 1
-                for (int i = threadIdx.x; i < split; i += threads) copy_async<16>(x_at + i * 16, x + i * 8);
-                commit_copies();
-#pragma unroll 1
-                for (int i = whole * 8 + threadIdx.x; i < cols; i += threads) ((T *)x_shared)[i] = x[i];
-            }
-            // Not wait_copies<0>: ptxas orders what follows otherwise then, and that is not what was timed.
-            asm volatile("cp.async.wait_group 0;" ::: "memory");
-        }
+        if (!produces) stage_input<T, INPUT>(pipeline, m, x, norm, cols, threads, x_shared, x_at, header, base);
         __syncthreads(); // x but for late_x, the header and the barriers are ready
         const macko_sell_block b = load_block(&header);
 #if __CUDA_ARCH__ >= 900
@@ -196,41 +299,22 @@ __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
         }
 #endif
 
-        // CP_ASYNC: this warp's slots, CP_ASYNC_STAGES of them under way.
-        const uint8_t *next = m.data + macko_sell_tail_slot(&b, m.num_blocks, warps, m.head) * SLOT;
-        const int lane_steps = COPY == CP_ASYNC && lane < warps ? macko_sell_steps_of_warp(&b, warps, lane) : 0;
-        const int own_steps = COPY == CP_ASYNC ? __shfl_sync(FULL_WARP, lane_steps, warp) : 0;
-        int fetched = 0;
+        sell_own_slots own = {m.data + macko_sell_tail_slot(&b, m.num_blocks, warps, m.head) * SLOT};
+        own.of_lane = COPY == CP_ASYNC && lane < warps ? macko_sell_steps_of_warp(&b, warps, lane) : 0;
+        own.of_warp = COPY == CP_ASYNC ? __shfl_sync(FULL_WARP, own.of_lane, warp) : 0;
         auto fetch_own = [&](uint32_t offset) {
-            const int slots = stage_slots(lane_steps, fetched);
-            const bool in_tail = fetched >= m.head;
-            if (fetched < own_steps) {
-                const int64_t head_slot = macko_sell_head_slot(blockIdx.x, m.num_blocks, warps, fetched);
-                const uint8_t *from = (in_tail ? next : m.data + head_slot * SLOT) + warp * SLOT;
-                const uint32_t to = stages_at + offset + warp * SLOT;
-                for (int byte = lane * 16; byte < SLOT; byte += WARP * 16) copy_async<16>(to + byte, from + byte);
-            }
-            commit_copies(); // an empty one too, to keep count
-            if (in_tail) next += slots * SLOT;
-            fetched++;
+            own.fetch<SLOT>(m, warps, warp, lane, stages_at + offset + warp * SLOT);
         };
         if (COPY == CP_ASYNC)
             for (int index = 0; index < CP_ASYNC_STAGES; index++) fetch_own(index * stage_bytes);
 
-        // 2^log_lanes lanes will add up a row: as few as leave each of them at most SUMS_AT_ONCE partial sums.
-        const int groups = macko_sell_groups(&b), long_groups = macko_sell_long_groups(&b);
-        const int rows = max(b.rows, 1), group_chunks = small_quotient(threads, rows);
-        const int enough = min(32 - __clz(max(b.chunks - 1, 0) / SUMS_AT_ONCE), 5);
-        const int log_lanes = group_chunks ? min(31 - __clz(group_chunks), enough) : 0;
-        const int first_row = threadIdx.x >> log_lanes, row_lane = threadIdx.x & ((1 << log_lanes) - 1);
-        int out_row = -1;
+        const int groups = macko_sell_groups(&b), long_groups = macko_sell_long_groups(&b), rows = max(b.rows, 1);
+        sell_results results(b, rows, threads);
 
         // Partial sums lie chunk by chunk, an odd number of them a chunk, so that those of a row are in different banks.
         float *sums = (float *)(x_shared + macko_sell_x_bytes(cols));
         const int stride = b.rows | 1;
-        // What the epilogue needs is computed now, beside the loop: nothing else would hide it there.
-        const uint32_t own_sums = held(shared_address(sums + row_lane * stride + first_row));
-        const int num_sums = (int)held((b.chunks - row_lane + (1 << log_lanes) - 1) >> log_lanes);
+        results.find_sums(b, sums, stride);
         // Address of the sum of this lane's task of a group, 0 where it has none: one register in the loop, not four.
         static_assert(MACKO_SELL_MAX_SUMS + WARP < 1 << 12, "small_quotient");
         const auto sum_address = [&](int group) {
@@ -239,22 +323,9 @@ __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
         };
 
         const sell_lane_slot slot = lane_slot<GAP_BITS>(stages_at + warp * SLOT, lane);
-        const uint32_t pipeline_bytes = held(num_stages * stage_bytes);
-        const uint32_t first_barrier = held(full);
-        uint32_t offset = 0, barrier = first_barrier, phase = 0;
-        auto advance = [&] {
-            offset += stage_bytes;
-            barrier += 8;
-            if (offset == pipeline_bytes) offset = 0, barrier = first_barrier, phase ^= 1;
-        };
-        int stages_left = b.stages;
+        sell_position at(num_stages * stage_bytes, full, b.stages);
 #if __CUDA_ARCH__ >= 900
-        // late_x is waited for here only if a lane may reach it in the first round of stages: see sell_producer.
-        if (COPY == BULK && INPUT == AS_IT_IS && late_x.bytes() > 0) {
-            const bool near = (int)base >= cols ||
-                              (int)base + pipeline.stages * (MACKO_SELL_STEP << GAP_BITS) <= pipeline.x_split * 8;
-            if (b.steps <= pipeline.stages || !__all_sync(FULL_WARP, near)) barrier_wait(late_x.barrier, 0);
-        }
+        if (COPY == BULK && INPUT == AS_IT_IS) late_x.template wait_unless_near<GAP_BITS>(b, base, cols);
 #endif
 #pragma unroll 1
         for (int group = warp; group < groups; group += warps) {
@@ -262,53 +333,31 @@ __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
             const uint32_t sum_at = sum_address(group);
             if (group + warps < groups) base = m.bases[macko_sell_later_base(&b, m.num_blocks, warps, group) + lane];
             // Not before the loop: waiting for base there would wait for this load, too (half a microsecond).
-            if (group == warp && first_row < b.rows) out_row = m.perm[b.row + first_row];
+            if (group == warp && results.first_row < b.rows) results.out_row = m.perm[b.row + results.first_row];
             float sum[2] = {};
             int steps = b.steps - (group >= long_groups);
-            stages_left -= steps;
+            at.stages_left -= steps;
 #pragma unroll 1
             do {
                 if (COPY == BULK) {
-                    barrier_wait(barrier, phase);
+                    barrier_wait(at.barrier, at.phase);
                 } else {
                     wait_copies<CP_ASYNC_STAGES - 1>();
                     __syncwarp();
                 }
-                const sell_step step = load_step<GAP_BITS>(slot, offset);
+                const sell_step step = load_step<GAP_BITS>(slot, at.offset);
                 __syncwarp();
-                if (COPY == CP_ASYNC) fetch_own(offset);
+                if (COPY == CP_ASYNC) fetch_own(at.offset);
                 multiply_step<T, GAP_BITS>(step, address, sum);
-                if (COPY == BULK) release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
-                advance();
+                if (COPY == BULK) release_stage(at.barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
+                at.advance(stage_bytes);
             } while (--steps);
             if (sum_at) asm volatile("st.shared.f32 [%0], %1;" ::"r"(sum_at), "f"(sum[0] + sum[1]) : "memory");
         }
-        if (COPY == BULK) // the producer waits for every warp, so one with fewer steps releases the other stages, too
-#pragma unroll 1
-            for (; stages_left > 0; stages_left--) {
-                barrier_wait(barrier, phase);
-                release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
-                advance();
-            }
+        if (COPY == BULK) at.release_rest(stage_bytes, lane);
         named_barrier_sync(CONSUMERS, threads);
 
-        // Epilogue. The other block of the SM still decodes, and each load or shuffle queues after its gathers: so loads go
-        // out several at once, and shuffles are few.
-        const uint32_t sum_bytes = 4 * stride << log_lanes; // from one sum of a lane to its next
-        uint32_t at = own_sums;
-#pragma unroll 1
-        for (int r = first_row; r - first_row < b.rows; r += threads >> log_lanes, at += threads >> log_lanes << 2) {
-            float sum = sum_of(at, sum_bytes, r < b.rows, num_sums);
-            __syncwarp();
-#pragma unroll 1
-            for (int distance = 1 << log_lanes >> 1; distance; distance >>= 1)
-                sum += __shfl_xor_sync(FULL_WARP, sum, distance);
-            if (r < b.rows && row_lane == 0) {
-                if (r != first_row || out_row < 0) out_row = m.perm[b.row + r];
-                if (bias) sum += to_float(bias[out_row]);
-                y[out_row] = from_float<T>(sum);
-            }
-        }
+        results.store(m, b, threads, stride, bias, y);
     }
 }
 
@@ -345,7 +394,7 @@ cudaError_t launch_copy(const macko_sell_matrix &m, const macko_sell_shape &shap
                         const macko_sell_norm *norm, const void *bias, void *y, cudaStream_t stream) {
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
-    const bool bulk = has_bulk_copies(device.major);
+    const bool bulk = macko_has_bulk_copies(device.major);
     const auto launch = bulk
                             ? norm ? launch_spmv<T, GAP_BITS, BULK, RMS_NORM> : launch_spmv<T, GAP_BITS, BULK, AS_IT_IS>
                         : norm ? launch_spmv<T, GAP_BITS, CP_ASYNC, RMS_NORM>

@@ -20,6 +20,10 @@ template <int STEPS>
 constexpr int SEGMENT = 8 * STEPS; // columns that are written at once, 16 bytes a lane
 template <int STEPS>
 constexpr int STAGE_VALUES = ROWS * STEPS * MACKO_SELL_STEP * 2;
+template <int STEPS>
+constexpr int PLANE_BYTES = ROWS * STEPS * 4; // of gaps, after the values
+template <int GAP_BITS, int STEPS>
+constexpr int NIBBLES = STAGE_VALUES<STEPS> + GAP_BITS / 2 * PLANE_BYTES<STEPS>; // where they begin
 constexpr int ALIGNMENT = 1024;
 
 template <int STEPS>
@@ -110,8 +114,139 @@ __device__ __forceinline__ uint32_t gaps_at(int step, int row) {
 
 // As copy_async<16>, and brings the rest of the 128 bytes to L2, where the blocks of neighbouring rows find it.
 __device__ __forceinline__ void copy_async_of_line(uint32_t to, const void *from) {
+#if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+    copy_async<16>(to, from);
+#endif
 }
+
+// What a thread fetches of each stage: a step of a row.
+template <int GAP_BITS, int STEPS>
+struct sell_step_fetch {
+    static constexpr int PLANES = GAP_BITS / 2, SLOT = MACKO_SELL_LANES * (MACKO_SELL_STEP * 2 + GAP_BITS * 2);
+    const macko_sell_matrix &s;
+    const sell_row_steps (&row_steps)[ROWS];
+    const uint32_t &stage_at;
+    int row, step;
+    float per_warp;
+    uint32_t to_values, to_gaps, to_nibbles; // where nibbles go once they have arrived; 0: there are none
+    int next;                                // stage that is fetched next
+    uint16_t nibbles;
+
+    __device__ __forceinline__ sell_step_fetch(const macko_sell_matrix &s, const sell_row_steps (&row_steps)[ROWS],
+                                               const uint32_t &stage_at)
+        : s(s), row_steps(row_steps), stage_at(stage_at), row(threadIdx.x % ROWS), step(threadIdx.x / ROWS),
+          per_warp(1.0f / s.warps), to_values(stage_at + values_at(step, row)), to_gaps(gaps_at<STEPS>(step, row)),
+          to_nibbles(0), next(0), nibbles(0) {
+    }
+    __device__ __forceinline__ void store_nibbles() {
+        if (GAP_BITS % 2 && to_nibbles) store_shared_2(to_nibbles, nibbles);
+        to_nibbles = 0;
+    }
+    __device__ __forceinline__ void fetch(int first_step, const int &stages) {
+        const int at = row_steps[row].begin + first_step + step;
+        if (at < row_steps[row].stop) {
+            uint32_t owner;
+            const uint32_t number = row_steps[row].slot(s, per_warp, at, &owner);
+            const uint8_t *slot = s.data + (uint64_t)number * SLOT, *values = slot + owner * 16;
+            const uint8_t *gaps = slot + VALUE_BYTES + owner * 4;
+            const uint32_t stage = next * stage_bytes<STEPS>(GAP_BITS);
+            for (int half = 0; half < 2; half++)
+                copy_async_of_line(to_values + stage + half * (STAGE_VALUES<STEPS> / 2),
+                                   values + half * (MACKO_SELL_LANES * 16));
+            for (int plane = 0; plane < PLANES; plane++)
+                copy_async<4>(stage_at + stage + STAGE_VALUES<STEPS> + plane * PLANE_BYTES<STEPS> + to_gaps * 4,
+                              gaps + plane * MACKO_SELL_LANES * 4);
+            if (GAP_BITS % 2) {
+                nibbles = __ldg((const uint16_t *)(gaps + PLANES * MACKO_SELL_LANES * 4 - owner * 2));
+                to_nibbles = stage_at + stage + NIBBLES<GAP_BITS, STEPS> + to_gaps * 2;
+            }
+        }
+        commit_copies();
+        if (++next == stages) next = 0;
+    }
+};
+
+// A lane's step: 16 entries, and how many columns each lies after the first one that the lane has not passed.
+template <int GAP_BITS, int STEPS>
+struct sell_entries {
+    uint32_t words[8]; // values, two a word
+    uint32_t to_even[2], to_odd[2];
+    int middle[2], span[2]; // columns of each half: up to entry 4, and all
+
+    __device__ __forceinline__ void load(uint32_t (&planes)[4], const uint32_t &from, const int &step, const int &row) {
+        constexpr int PLANES = GAP_BITS / 2;
+        for (int half = 0; half < 2; half++) {
+            const uint4 v = load_shared_16(from + half * (STAGE_VALUES<STEPS> / 2) + values_at(step, row));
+            words[4 * half] = v.x, words[4 * half + 1] = v.y, words[4 * half + 2] = v.z, words[4 * half + 3] = v.w;
+        }
+        for (int plane = 0; plane < PLANES; plane++)
+            planes[plane] =
+                load_shared_4(from + STAGE_VALUES<STEPS> + plane * PLANE_BYTES<STEPS> + gaps_at<STEPS>(step, row) * 4);
+        if (GAP_BITS % 2) {
+            const uint32_t four = load_shared_2(from + NIBBLES<GAP_BITS, STEPS> + gaps_at<STEPS>(step, row) * 2);
+            planes[PLANES] = four | four << 12;
+        }
+    }
+    __device__ __forceinline__ void decode(const uint32_t (&planes)[4]) {
+        for (int half = 0; half < 2; half++) {
+            const uint32_t odd = gap_field<GAP_BITS>(planes, 2 * half + 1);
+            const sell_distances to = distances<GAP_BITS>(gap_field<GAP_BITS>(planes, 2 * half), odd);
+            to_odd[half] = to.to_odd;
+            to_even[half] = to.to_even;
+            middle[half] = GAP_BITS < 6 ? 0 : (to_odd[half] >> 8 & 255) + 1;
+            span[half] = middle[half] + (to_odd[half] >> 24) + 1;
+        }
+    }
+    // base and the bytes from the lane's first column to an entry's.
+    __device__ __forceinline__ uint32_t offset_of(int entry, uint32_t base) const {
+        const int half = entry / 8, pair = entry % 8 / 2;
+        if (half) base += 2 * span[0];
+        if (GAP_BITS == 6 && pair >= 2) base += 2 * middle[half];
+        return __dp4a(entry % 2 ? to_odd[half] : to_even[half], 2u << (8 * pair), base);
+    }
+    __device__ __forceinline__ uint16_t value(int entry) const {
+        return (uint16_t)(words[entry / 2] >> (16 * (entry % 2)));
+    }
+};
+
+// A row on its way out: its ring holds RING columns from `window` on, counted from the 16-byte boundary at or before the
+// first column, at `skew`. The row ends at `end`.
+template <int STEPS>
+struct sell_ring {
+    const uint32_t &ring_at;
+    const int &own_step, &skew, &end;
+    int window;
+    uint16_t *out; // this lane's 16 bytes of the segment at `window`
+
+    __device__ __forceinline__ void write_segment() {
+        const uint32_t from = (2 * window & (RING_BYTES<STEPS> - 1)) + ring_at + own_step * 16;
+        const uint4 vector = load_shared_16(from);
+        store_shared_16(from, make_uint4(0, 0, 0, 0));
+        if ((window || !skew) && window + SEGMENT<STEPS> <= end) {
+            *(uint4 *)out = vector;
+        } else {
+            const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+            const int at = window + own_step * 8;
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (at + i >= skew && at + i < end) out[i] = (uint16_t)(words[i / 2] >> (16 * (i % 2)));
+        }
+        window += SEGMENT<STEPS>;
+        out += SEGMENT<STEPS>;
+    }
+    // Segments that neither begin before the row nor end after it.
+    __device__ __forceinline__ void write_whole(const int &before) {
+#pragma unroll 1
+        for (const int whole = min(before, end); window + SEGMENT<STEPS> <= whole;
+             window += SEGMENT<STEPS>, out += SEGMENT<STEPS>) {
+            const uint32_t from = (2 * window & (RING_BYTES<STEPS> - 1)) + ring_at + own_step * 16;
+            *(uint4 *)out = load_shared_16(from);
+            store_shared_16(from, make_uint4(0, 0, 0, 0));
+        }
+    }
+};
 
 /*
  * A thread block owns ROWS of the rows [first, stop) of the matrix, a panel or all of them. These are [first, stop) of s.order
@@ -121,8 +256,6 @@ __device__ __forceinline__ void copy_async_of_line(uint32_t to, const void *from
  *     decode    STEPS lanes own a row, a step each; it begins at `start`, the sum of all gaps of the steps before it
  *     scatter   16 values a lane, into the ring buffer of the row's columns, which holds zeros elsewhere
  *     write     16 bytes a lane, once no later step can reach them: a segment of the row; zeros take its place
- *
- * One function: its phases share most of its registers, which functions of their own would take as a dozen arguments.
  */
 template <int GAP_BITS, int STEPS>
 __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
@@ -130,9 +263,7 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
     extern __shared__ __align__(ALIGNMENT) uint8_t shared[];
     __shared__ sell_row_steps row_steps[ROWS];
     constexpr int RING = ::RING<STEPS>, RING_BYTES = ::RING_BYTES<STEPS>, SEGMENT = ::SEGMENT<STEPS>;
-    constexpr int STAGE_VALUES = ::STAGE_VALUES<STEPS>, STAGE_BYTES = stage_bytes<STEPS>(GAP_BITS);
-    constexpr int PLANES = GAP_BITS / 2, PLANE_BYTES = ROWS * STEPS * 4, NIBBLES = STAGE_VALUES + PLANES * PLANE_BYTES;
-    constexpr int SLOT = MACKO_SELL_LANES * (MACKO_SELL_STEP * 2 + GAP_BITS * 2);
+    constexpr int STAGE_BYTES = stage_bytes<STEPS>(GAP_BITS);
     const int lane = threadIdx.x % WARP, own_row = threadIdx.x / STEPS, own_step = threadIdx.x % STEPS;
     const int64_t position = first + blockIdx.x * (int64_t)ROWS + own_row;
     const bool owns = position < stop;
@@ -156,155 +287,74 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
     for (int each = 0; each < ROWS; each++) steps = max(steps, row_steps[each].stop - row_steps[each].begin);
     const int own_steps = own.stop - own.begin;
 
-    const int their_row = threadIdx.x % ROWS, their_step = threadIdx.x / ROWS; // what this thread fetches
-    const float per_warp = 1.0f / s.warps;
-    const uint32_t to_values = stage_at + values_at(their_step, their_row);
-    const uint32_t to_gaps = gaps_at<STEPS>(their_step, their_row);
-    int next = 0; // stage that is fetched next
-    uint16_t nibbles = 0;
-    uint32_t to_nibbles = 0; // where they go once they have arrived; 0: there are none
-    auto store_nibbles = [&] {
-        if (GAP_BITS % 2 && to_nibbles) store_shared_2(to_nibbles, nibbles);
-        to_nibbles = 0;
-    };
-    auto fetch = [&](int first_step) {
-        const int at = row_steps[their_row].begin + first_step + their_step;
-        if (at < row_steps[their_row].stop) {
-            uint32_t owner;
-            const uint32_t number = row_steps[their_row].slot(s, per_warp, at, &owner);
-            const uint8_t *slot = s.data + (uint64_t)number * SLOT, *values = slot + owner * 16;
-            const uint8_t *gaps = slot + VALUE_BYTES + owner * 4;
-            const uint32_t stage = next * STAGE_BYTES;
-            for (int half = 0; half < 2; half++)
-                copy_async_of_line(to_values + stage + half * (STAGE_VALUES / 2),
-                                   values + half * (MACKO_SELL_LANES * 16));
-            for (int plane = 0; plane < PLANES; plane++)
-                copy_async<4>(stage_at + stage + STAGE_VALUES + plane * PLANE_BYTES + to_gaps * 4,
-                              gaps + plane * MACKO_SELL_LANES * 4);
-            if (GAP_BITS % 2) {
-                nibbles = __ldg((const uint16_t *)(gaps + PLANES * MACKO_SELL_LANES * 4 - owner * 2));
-                to_nibbles = stage_at + stage + NIBBLES + to_gaps * 2;
-            }
-        }
-        commit_copies();
-        if (++next == stages) next = 0;
-    };
-
+    sell_step_fetch<GAP_BITS, STEPS> fetch(s, row_steps, stage_at);
     const int row = s.perm[sorted];
     for (int stage = 0; stage + 1 < stages; stage++) {
-        store_nibbles();
-        fetch(stage * STEPS);
+        fetch.store_nibbles();
+        fetch.fetch(stage * STEPS, stages);
     }
-    // The ring holds RING columns from `window` on, counted from the 16-byte boundary at or before the first column.
-    uint16_t *out = w + (row - first) * s.cols + first_col;
+    uint16_t *const out = w + (row - first) * s.cols + first_col;
     const int skew = (int)((uintptr_t)out / 2 % 8), end = owns ? skew + last_col - first_col : 0;
-    out += own_step * 8 - skew; // this lane's 16 bytes of the segment at `window`
-    int window = 0;
-    auto write_segment = [&] {
-        const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + own_step * 16;
-        const uint4 vector = load_shared_16(from);
-        store_shared_16(from, make_uint4(0, 0, 0, 0));
-        if ((window || !skew) && window + SEGMENT <= end) {
-            *(uint4 *)out = vector;
-        } else {
-            const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
-            const int at = window + own_step * 8;
-#pragma unroll
-            for (int i = 0; i < 8; i++)
-                if (at + i >= skew && at + i < end) out[i] = (uint16_t)(words[i / 2] >> (16 * (i % 2)));
-        }
-        window += SEGMENT;
-        out += SEGMENT;
-    };
+    sell_ring<STEPS> ring = {ring_at, own_step, skew, end, 0, out + (own_step * 8 - skew)};
 
     int reached = skew; // columns passed by the steps before these
     uint32_t from = stage_at;
 #pragma unroll 1
     for (int first_step = 0; first_step < steps; first_step += STEPS) {
-        store_nibbles();
+        fetch.store_nibbles();
         if (stages == 2)
             wait_copies<0>();
         else
             wait_copies<2>();
         __syncthreads();
-        fetch(first_step + (stages - 1) * STEPS);
+        fetch.fetch(first_step + (stages - 1) * STEPS, stages);
 
-        uint32_t words[8], planes[4] = {};
-        for (int half = 0; half < 2; half++) {
-            const uint4 v = load_shared_16(from + half * (STAGE_VALUES / 2) + values_at(own_step, own_row));
-            words[4 * half] = v.x, words[4 * half + 1] = v.y, words[4 * half + 2] = v.z, words[4 * half + 3] = v.w;
-        }
-        for (int plane = 0; plane < PLANES; plane++)
-            planes[plane] =
-                load_shared_4(from + STAGE_VALUES + plane * PLANE_BYTES + gaps_at<STEPS>(own_step, own_row) * 4);
-        if (GAP_BITS % 2) {
-            const uint32_t four = load_shared_2(from + NIBBLES + gaps_at<STEPS>(own_step, own_row) * 2);
-            planes[PLANES] = four | four << 12;
-        }
+        sell_entries<GAP_BITS, STEPS> entries;
+        uint32_t planes[4] = {};
+        entries.load(planes, from, own_step, own_row);
         from += STAGE_BYTES;
         if (from == stage_at + stages * STAGE_BYTES) from = stage_at;
 
-        uint32_t to_even[2], to_odd[2];
-        int middle[2], span[2]; // columns of each half: up to entry 4, and all
-        for (int half = 0; half < 2; half++) {
-            const uint32_t odd = gap_field<GAP_BITS>(planes, 2 * half + 1);
-            const sell_distances to = distances<GAP_BITS>(gap_field<GAP_BITS>(planes, 2 * half), odd);
-            to_odd[half] = to.to_odd;
-            to_even[half] = to.to_even;
-            middle[half] = GAP_BITS < 6 ? 0 : (to_odd[half] >> 8 & 255) + 1;
-            span[half] = middle[half] + (to_odd[half] >> 24) + 1;
-        }
+        entries.decode(planes);
         if (first_step + STEPS > own_steps &&
             first_step + own_step >= own_steps) { // after the row: values 0 that span nothing
-            for (int i = 0; i < 8; i++) words[i] = 0;
-            for (int half = 0; half < 2; half++) to_even[half] = to_odd[half] = middle[half] = span[half] = 0;
+            entries = {};
         }
-        const int passed = span[0] + span[1], before = reached;
+        const int passed = entries.span[0] + entries.span[1], before = reached;
         const int start = before + (int)warp_inclusive_sum<STEPS>((uint32_t)passed) - passed;
         reached = __shfl_sync(FULL_WARP, start + passed, STEPS - 1, STEPS);
         __syncwarp();
-        if (window == 0 && skew && SEGMENT <= before) write_segment();
+        if (ring.window == 0 && skew && SEGMENT <= before) ring.write_segment();
+        ring.write_whole(before);
 #pragma unroll 1
-        for (const int whole = min(before, end); window + SEGMENT <= whole; window += SEGMENT, out += SEGMENT) {
-            const uint32_t from = (2 * window & (RING_BYTES - 1)) + ring_at + own_step * 16;
-            *(uint4 *)out = load_shared_16(from);
-            store_shared_16(from, make_uint4(0, 0, 0, 0));
-        }
-#pragma unroll 1
-        while (window + SEGMENT <= before) write_segment(); // padding after the row
+        while (ring.window + SEGMENT <= before) ring.write_segment(); // padding after the row
         __syncwarp();
-        // base and the bytes from the lane's first column to an entry's.
-        auto offset_of = [&](int entry, uint32_t base) {
-            const int half = entry / 8, pair = entry % 8 / 2;
-            if (half) base += 2 * span[0];
-            if (GAP_BITS == 6 && pair >= 2) base += 2 * middle[half];
-            return __dp4a(entry % 2 ? to_odd[half] : to_even[half], 2u << (8 * pair), base);
-        };
-        auto value = [&](int entry) { return (uint16_t)(words[entry / 2] >> (16 * (entry % 2))); };
-        if (__all_sync(FULL_WARP, reached < window + RING)) {
+        if (__all_sync(FULL_WARP, reached < ring.window + RING)) {
 #pragma unroll
             for (int entry = 0; entry < MACKO_SELL_STEP; entry++)
-                store_shared_2((offset_of(entry, 2 * start) & (RING_BYTES - 1)) | ring_at, value(entry));
+                store_shared_2((entries.offset_of(entry, 2 * start) & (RING_BYTES - 1)) | ring_at,
+                               entries.value(entry));
             continue;
         }
 #pragma unroll 1
         while (true) { // the steps span more columns than the ring
 #pragma unroll
             for (int entry = 0; entry < MACKO_SELL_STEP; entry++) {
-                const uint32_t at = offset_of(entry, 2 * (start - window));
-                if (at < RING_BYTES) store_shared_2(((at + 2 * window) & (RING_BYTES - 1)) | ring_at, value(entry));
+                const uint32_t at = entries.offset_of(entry, 2 * (start - ring.window));
+                if (at < RING_BYTES)
+                    store_shared_2(((at + 2 * ring.window) & (RING_BYTES - 1)) | ring_at, entries.value(entry));
             }
-            const bool more = reached >= window + RING && window + RING < end;
+            const bool more = reached >= ring.window + RING && ring.window + RING < end;
             if (!__any_sync(FULL_WARP, more)) break;
             __syncwarp();
 #pragma unroll 1
-            for (int segment = 0; more && segment < RING / SEGMENT; segment++) write_segment();
+            for (int segment = 0; more && segment < RING / SEGMENT; segment++) ring.write_segment();
             __syncwarp();
         }
     }
     __syncwarp();
 #pragma unroll 1
-    while (window < end) write_segment();
+    while (ring.window < end) ring.write_segment();
 }
 
 template <int GAP_BITS, int STEPS>

@@ -8,11 +8,17 @@
 //     SCALED       whether sums are to be multiplied with constants.scales[row] * FOLD
 //     BASE         byte of a slab to which the readers' addresses refer
 //     LEAST_BYTES  of a slab
+//     FOLD         a power of two that a SCALED codec leaves out of what it decodes
 //     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never. Else also:
 //     half_reader  as few_reader, but tiles 0 and 1 that it is asked for are neighbours in a slab
-//     few_reader   a warp that takes the same tile of every slab (few_kernel.cuh): prepares a tile while the one before
-//                  it is multiplied, in steps 0 to 3; loads what step + 1 wants; and makes operand A of a step
-//     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh)
+//     STEPS, HALF_STEPS
+//                  how many steps few_reader and half_reader make before operand A of the first is whole (1, 2 or 4):
+//                  listed values come after them. Products wait for that (ring_kernel.cuh)
+//     few_reader   a warp that takes the same tile of every slab (few_kernel.cuh, ring_kernel.cuh). prepare: a tile,
+//                  while the one before it is multiplied, in steps 0 to 3; load_next: what step + 1 wants; make:
+//                  operand A of a step; move_1_to_0: the tile that was prepared as 1 is 0 from then on
+//     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh). open: a slab; skip_half: to its third
+//                  tile; prepare_first: a tile with none before it; advance: to the tile that is prepared
 //
 // It is in codec.cuh of a folder of ../codecs, behind with_weight(m, run), which calls run(slab_weight) of the matrix m with
 // the codec of its types. Reader functions are templates of the step, and of which of two

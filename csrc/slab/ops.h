@@ -47,11 +47,13 @@ macko_path path_of(const typename Kind::Matrix &m, int64_t tokens, bool several_
                                         .sms = device.num_sms,
                                         .shared_bytes = ring_shared_bytes(device)};
     macko_ring_shape shape;
-    const bool has_ring = device.major >= 8 && macko_ring_shape_of(&problem, &shape);
-    return macko_slab_path(
-        m.rows, m.cols, macko_few_tokens(m.rows, several_outputs, Kind::waits(m)),
-        has_ring ? macko_ring_tokens_of(device.major) : 0, tokens,
-        {.is_gpu = true, .has_wgmma = has_wgmma(device.major), .has_limit = !!limit, .limit = limit ? *limit : 0});
+    const bool has_ring = macko_ring_shape_of(&problem, &shape);
+    return macko_slab_path(m.rows, m.cols, macko_few_tokens(m.rows, several_outputs, Kind::waits(m)),
+                           has_ring ? macko_ring_tokens_of(device.major) : 0, tokens,
+                           {.is_gpu = true,
+                            .has_wgmma = macko_has_wgmma(device.major),
+                            .has_limit = !!limit,
+                            .limit = limit ? *limit : 0});
 }
 
 // The outputs of a product, as kernels store them; their memory is not known yet. Nothing where kernels cannot: a row block
@@ -183,12 +185,17 @@ Tensor linear(const Packed &p, const Tensor &x_any, const std::optional<Tensor> 
 #endif
 }
 
+} // namespace macko
+#include "experts_ops.h"
+namespace macko {
+
 // A codec's row of the table of layouts: what it says itself, and the ops above.
 template <typename Kind>
 Layout slab_layout(Layout row) {
     row.dense = dense<Kind>;
     row.check = check<Kind>;
     row.linear = linear<Kind>;
+    row.linear_experts = linear_experts<Kind>;
 #ifdef USE_CUDA
     row.linear_parts = linear_parts<Kind>;
 #endif

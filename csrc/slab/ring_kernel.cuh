@@ -49,7 +49,8 @@ struct ring_task {
     macko_ring_shares shares;
     int tokens, cols, token_blocks, slab_units;
     int stages, stage_bytes, x_at;
-    float mean; // units of a slab
+    int units;  // of data
+    float mean; // of a slab
     typename CODEC::constants weights;
 };
 
@@ -180,7 +181,7 @@ struct ring_fetch {
         constexpr int ABOUT = 24;
         if (CODEC::SAME_SIZE || !more) return;
         const int unit = max(0, (int)(ahead.slab * task.mean) - ABOUT) + (int)thread;
-        if ((int)thread < (int)task.mean + 2 * ABOUT && unit < (int)(task.shares.all_slabs * task.mean))
+        if ((int)thread < (int)task.mean + 2 * ABOUT && unit < task.units)
             asm volatile("prefetch.global.L2 [%0];" ::"l"(task.data + (int64_t)unit * MACKO_SLAB_UNIT));
     }
     __device__ __forceinline__ void slab() const {

@@ -62,6 +62,7 @@ cudaError_t multiply_ring(const slab_weight<CODEC> &w, const slab_product &p, vo
     task.stages = shape.stages;
     task.stage_bytes = shape.stage_bytes;
     task.x_at = shape.x_at;
+    task.units = (int)w.units;
     task.mean = (float)w.units / task.shares.all_slabs;
     task.weights = w.constants;
     switch (shape.tokens) {

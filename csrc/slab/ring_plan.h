@@ -14,7 +14,7 @@ enum {
     MACKO_RING_MOST_TOKENS = 64, /* of a block */
     MACKO_RING_MOST_STAGES = 4,  /* of a ring: more fill more slowly, and are no faster (H100, 4096 x 4096: 15.8 us with
                                      seven, 14.1 with four) */
-    MACKO_RING_SUMS_BYTES = 2048, /* of eight tokens' sums of one of four warps that share a row block's elements */
+    MACKO_RING_SUMS_BYTES = 2048, /* sums of a group of four warps: 64 rows, eight tokens */
 };
 
 typedef struct macko_ring_problem {
@@ -50,13 +50,13 @@ MACKO_SLAB_FN int64_t macko_ring_share_at(const macko_ring_shares *s, int block)
 }
 
 /*
- * Up to how many tokens this kernel is taken, by blocks of 64: more go through dense rows and the library's product. By
- * count some 420 on an A100 and a 3090, 740 and more on a 4090, 5090 and L40S (docs/kernels.md). GPUs of 9 and 10, whose
- * tensor cores mma.sync uses to half, have it measured: 128 tokens take 1.6 times F.linear's time on an H100, 256 take 2.7,
- * and dense rows 2.2 and less.
+ * Up to how many tokens this kernel is taken, by blocks of 64: more go through dense rows and the library's product; 0: it
+ * is not there. 512 by count, which gives 420 to 600 for an A100 and a 3090, and more for a 4090, 5090 and L40S
+ * (docs/kernels.md). GPUs of 9 and 10 feed mma.sync at half of their tensor cores' rate: on an H100 128 tokens take 1.6
+ * times F.linear's time by this kernel, and 512 take twice F.linear's by dense rows.
  */
 MACKO_SLAB_FN int64_t macko_ring_tokens_of(int major) {
-    return major == 9 || major == 10 ? 192 : 512;
+    return major < 8 ? 0 : major == 9 || major == 10 ? 192 : 512;
 }
 
 MACKO_SLAB_FN int macko_ring_tokens(int64_t tokens) {
@@ -68,9 +68,9 @@ MACKO_SLAB_FN bool macko_ring_fits(const macko_ring_problem *p, macko_ring_shape
     const int rings = shape->pairs ? 2 : 1, groups = 4;
     const int at_once = shape->tokens < 16 ? 1 : 2; /* eights of tokens whose sums meet at once */
     const int x_bytes = shape->tokens * MACKO_SLAB_COLS * 2;
-    shape->x_at = p->widest * MACKO_SLAB_UNIT;
+    shape->x_at = (p->widest ? p->widest : 1) * MACKO_SLAB_UNIT; /* of a matrix without slabs, which has no stages */
     shape->stage_bytes = shape->x_at + (shape->x_in_halves ? 0 : x_bytes);
-    /* Behind the last value of a slab is read on: into its tokens, or into the halves. */
+    /* Reads go on for MACKO_SLAB_OVERREAD bytes after a slab: into its tokens, or into the halves. */
     const int besides = (groups - 1) * at_once * MACKO_RING_SUMS_BYTES + (shape->x_in_halves ? x_bytes : 0);
     const int64_t fit = (p->shared_bytes - besides) / shape->stage_bytes / rings;
     shape->stages = (int)(fit < MACKO_RING_MOST_STAGES ? fit : MACKO_RING_MOST_STAGES);
@@ -80,8 +80,9 @@ MACKO_SLAB_FN bool macko_ring_fits(const macko_ring_problem *p, macko_ring_shape
 }
 
 /*
- * The shape for so many tokens. false: no two stages fit (slabs of over 27 KB in 99 KB, at 33 to 64 tokens), and dense
- * rows stay. Tokens that fill the same shape get the same one, so their bits do not depend on how many there are.
+ * The shape for so many tokens. false: no two stages fit (slabs of over 27 KB in 99 KB, from 33 tokens on), and products go
+ * by dense rows. Up to 64 tokens, those that fill the same shape have the same bits, however many there are; above, blocks
+ * of 64 tokens share the SMs, and bits depend on how many blocks there are.
  */
 MACKO_SLAB_FN bool macko_ring_shape_of(const macko_ring_problem *p, macko_ring_shape *shape) {
     for (int kind = p->prefers_pairs ? 0 : 1; kind < 3; kind++) {

@@ -1,4 +1,4 @@
-// What packing and unpacking have in common on CUDA, for every codec: a thread block owns a slab, a warp a slice
+// What packing has in common on CUDA, for every codec: a thread block owns a slab, a warp a slice
 // of it, 16 rows and 256 columns.
 #pragma once
 

@@ -146,6 +146,7 @@ cudaError_t unpack_by_ring(const slab_weight<CODEC> &m, int64_t first, int64_t c
     task.shares.slabs = (int)macko_slabs_across(m.cols);
     task.shares.all_slabs = row_blocks * task.shares.slabs;
     task.shares.blocks = (int)std::min<int64_t>(device.num_sms * blocks, task.shares.all_slabs);
+    task.units = (int)m.units;
     task.mean = (float)m.units / macko_slab_count(m.rows, m.cols);
     task.weights = m.constants;
     const unpacked_rows to = {(uint16_t *)w, first, first + count, m.cols, m.cols % 8 == 0 && (uintptr_t)w % 16 == 0};

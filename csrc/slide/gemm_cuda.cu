@@ -65,7 +65,7 @@ cudaError_t macko_slide_gemm_workspace(const macko_slide_gemm_args *args, int64_
     *bytes = 0;
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
-    if (has_wgmma(device.major)) return cudaSuccess;
+    if (macko_has_wgmma(device.major)) return cudaSuccess;
     return slide_run_mma(args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE, *args, nullptr, bytes);
 }
 
@@ -74,7 +74,7 @@ cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
     const slide_kind kind = args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE;
-    if (!has_wgmma(device.major)) return slide_run_mma(kind, *args, stream, nullptr);
+    if (!macko_has_wgmma(device.major)) return slide_run_mma(kind, *args, stream, nullptr);
     const slide_size size = size_of_tile(kind, *args, device.num_sms);
     switch (args->weight.shape.type) {
     case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, size, *args, device.num_sms, stream);

@@ -59,8 +59,10 @@ template <macko_slide_type TYPE>
 __device__ constexpr bool mma_is_there() {
 #if __CUDA_ARCH__ >= 890
     return true;
-#else
+#elif __CUDA_ARCH__ >= 800
     return TYPE != MACKO_SLIDE_E4M3;
+#else
+    return false;
 #endif
 }
 

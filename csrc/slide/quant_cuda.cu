@@ -106,6 +106,7 @@ __device__ __forceinline__ void write_numbers(const quant_task &task, const uint
 // 10 % longer (H200, 8192 tokens).
 template <typename T, macko_slide_type TYPE, int HELD>
 __global__ void __launch_bounds__(MAX_THREADS) quantise(const quant_task task) {
+#if __CUDA_ARCH__ >= 800
     extern __shared__ uint4 line[];
     __shared__ uint32_t of_warp[MAX_THREADS / WARP];
     constexpr bool KEEPS_BITS = TYPE >= MACKO_SLIDE_F16;
@@ -171,6 +172,7 @@ __global__ void __launch_bounds__(MAX_THREADS) quantise(const quant_task task) {
         write_numbers(task, line, to);
     else
         write_codes(task, line, to);
+#endif
 }
 
 template <typename T, macko_slide_type TYPE, int HELD>

@@ -112,6 +112,14 @@ std::vector<Tensor> linear_parts(const Tensor &x, const std::vector<Tensor> &pac
     return parts;
 }
 
+Tensor linear_experts(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header, int64_t rows,
+                      const Tensor &ends) {
+    const char *op = "linear_experts";
+    const Packed p{packed, header};
+    const Layout &layout = layout_of(op, p);
+    return which(op, layout, layout.linear_experts)(p, x, rows, ends);
+}
+
 #ifdef USE_CUDA
 // What stands before a product: 16-bit x [..., cols] on this library's device, 8 columns at a time.
 macko_dtype check_input(const char *op, const char *name, const Tensor &x, int64_t cols) {
@@ -243,6 +251,7 @@ const char *macko_layout_twice(void) {
     OP(linear, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(linear_below_autograd, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(linear_parts, "(Tensor x, Tensor[] packed, int[] header, int[] part_rows) -> Tensor[]") \
+    OP(linear_experts, "(Tensor x, Tensor[] packed, int[] header, int rows, Tensor ends) -> Tensor") \
     OP(rms_norm, "(Tensor x, Tensor weight, float eps, Tensor? other=None) -> Tensor[]") \
     OP(norm_linear, "(Tensor x, Tensor weight, float eps, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(gated_linear, "(Tensor gate, Tensor up, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \

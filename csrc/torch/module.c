@@ -3,6 +3,8 @@
 #include <Python.h>
 
 #include "../core/cpu.h"
+#include "../core/knobs.h"
+#include "../slab/ring_plan.h"
 #include "layouts.h"
 
 #define CONCAT_(a, b) a##b
@@ -19,7 +21,19 @@ static PyObject *plan(PyObject *self, PyObject *text) {
     return said && !error ? PyUnicode_FromString(cpu_paths[macko_best_cpu_path()]) : NULL;
 }
 
-static PyMethodDef methods[] = {{"plan", plan, METH_O, NULL}, {NULL, NULL, 0, NULL}};
+/* slab_kernels(major) -> (what multiplies slabs on a GPU of such a compute capability, up to how many tokens). */
+static PyObject *slab_kernels(PyObject *self, PyObject *number) {
+    (void)self;
+    const int major = (int)PyLong_AsLong(number), *limit = macko_knob(MACKO_KNOB_TILE_TOKENS);
+    if (PyErr_Occurred()) return NULL;
+    const bool wgmma = macko_has_wgmma(major);
+    const int64_t most = wgmma ? INT32_MAX : macko_ring_tokens_of(major);
+    const char *const kernels = wgmma ? "wgmma" : most ? "mma.sync" : "none";
+    return Py_BuildValue("(sL)", kernels, (long long)(most && limit ? *limit : most));
+}
+
+static PyMethodDef methods[] = {
+    {"plan", plan, METH_O, NULL}, {"slab_kernels", slab_kernels, METH_O, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, STRING(MACKO_MODULE), NULL, -1, methods, NULL, NULL, NULL, NULL};
 

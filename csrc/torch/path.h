@@ -1,8 +1,9 @@
 /*
  * Which kernel multiplies: of each layout, and of all codecs of slabs, a pure function of what a header and a device say
  * and of the number of tokens (tests/test_path.py lists the answers). Decided elsewhere: the sizes of a kernel's own
- * tiles, in its launch or plan (many_plan.h); whether a merged layer's outputs are those of one op, in Python, before
- * there is an op (gives_parts); and that one token's norm is in sell's product, by which functions a Layout has.
+ * tiles, in its plan (csrc/slab: few_plan.h, many_plan.h, ring_plan.h); up to how many tokens there is a kernel for slabs
+ * without wgmma, in ring_plan.h; whether a merged layer's outputs are those of one op, in Python, before there is an op
+ * (gives_parts); and that one token's norm is in sell's product, by which functions a Layout has.
  */
 #ifndef MACKO_TORCH_PATH_H
 #define MACKO_TORCH_PATH_H

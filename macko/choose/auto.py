@@ -24,6 +24,7 @@ from ..weights import (
     TileWeight,
     codes,
 )
+from . import counted, exponents
 from .options import AUTO, Options
 from .slide import pack_slide, slides
 from .times import times_of
@@ -32,9 +33,6 @@ _Kind = TypeVar("_Kind", bound=PackedWeight)
 
 #: Where no table knows it: from this density up a CPU multiplies from a bitmap, below it from the canonical deltas.
 BITMAP_DENSITY = {"avx512": 0.15, "avx2": 0.45, "scalar": 0.5}
-#: Times of tile on a GPU without wgmma over those of a GPU with it, scaled by memory: an H100 takes
-#: one token with and without it 1.79 and 1.57 times as fast as F.linear (geometric means of five shapes, 2026-11-27).
-RINGS_TAKE = 1.15
 #: A report says where a layer is slower than dense by more than times vary.
 WORTH_SAYING = 0.95
 #: Weights of a layer from which on it gains as dense12: below, a product's fixed costs outweigh the bytes.
@@ -162,10 +160,10 @@ def sparse11_note(packed: PackedWeight, options: Options) -> str:
     tokens = options.layout_tokens or 1
     if (gain := sparse11_gain(packed.shape, packed.device, tokens) or 1) < SPARSE11_GAIN:
         return f"values stay at 16 bits: sparse11 takes {1 / gain:.2f} of tile's time at {tokens} tokens"
-    shorter = _sparse11(packed.to_macko(), options)
-    if shorter is None or not too_many_listed(shorter):
+    listed, entries = exponents.outside_table(packed.to_macko().values, signed=True)
+    if listed <= SPARSE11_LISTED * entries:
         return ""
-    return f"values stay at 16 bits: sparse11 would list {shorter.listed / shorter.entries:.1%} of them"
+    return f"values stay at 16 bits: sparse11 would list {listed / entries:.1%} of them"
 
 
 def _smallest(w: Tensor) -> PackedWeight:
@@ -191,21 +189,24 @@ def expected_us(
 ) -> dict[str, float]:
     """Microseconds of a layer by format, "dense" among them (choose.times): of the formats that hold it on that device.
 
-    By default of one token.
+    By default of one token. Where nobody timed slabs on a GPU, and its kernel for them is not the one of the tables,
+    tile's time is counted.
 
     Empty where nothing is known: of a type that the device has no kernels for, and on a CPU of a layer smaller than
     those that were measured.
     """
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and dtype.itemsize != 2):
         return {}
-    known = times_of(device).at(tokens or 1)
-    us = known.us(rows, cols, density, dtype, tokens or 1)
+    tokens, table = tokens or 1, times_of(device)
+    us = table.us(rows, cols, density, dtype, tokens)
     us = {name: time for name, time in us.items() if name not in FORMATS or FORMATS[name].runs(device, dtype, cols)}
-    tile = TileWeight.format
-    if device.type == "cuda" and tile in us and not known.measured and not runs_wgmma(device):
-        us[tile] *= RINGS_TAKE  # the lines of another GPU are of another kernel
-        if not gains_by_slabs(device):
-            del us[tile]
+    if device.type != "cuda" or table.at(tokens).measured or _library.slab_kernels(device)[0] != "mma.sync":
+        return us
+    if "dense" not in us and (one := table.us(rows, cols, density, dtype).get("dense")):
+        us["dense"] = one / counted.clocks("dense", density, 1, device)
+        us["dense"] *= counted.clocks("dense", density, tokens, device)
+    if "dense" in us:
+        us[TileWeight.format] = us["dense"] / counted.gain(TileWeight.format, density, tokens, device)
     return us
 
 
@@ -229,14 +230,18 @@ def choosable(us: Mapping[str, float]) -> dict[str, float]:
 
 
 def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]:
-    """The format in which this weight takes the least time on its device, for so many tokens at a time, if known.
+    """The format in which this weight takes the least time on its device, for so many tokens at a time: by times.
 
-    On a GPU, but for one token, that is tile, whose time hardly grows with the tokens (docs/performance.md). Where its
-    kernel is another one, which was not measured, only for several.
+    The user's own count first, then those that are shipped, then what is counted (expected_us). On a GPU, for any
+    number of tokens, it is tile, whose time hardly grows with them (docs/performance.md), unless that is slower than
+    dense for one; for several also where nothing is known.
     """
-    if weight.device.type == "cuda" and tokens != 1 and (tokens or gains_by_slabs(weight.device)):
-        return TileWeight
     us = expected_us(weight.rows, weight.cols, weight.density, weight.dtype, weight.device, tokens)
+    if weight.device.type == "cuda" and tokens != 1:
+        if not us and _library.slab_kernels(weight.device)[0] != "none":
+            return TileWeight
+        if tokens is None and us.get(TileWeight.format, math.inf) < us.get("dense", math.inf):
+            return TileWeight
     if us := choosable(us):
         return FORMATS[min(us, key=lambda name: us[name] * FORMATS[name].handicap)]
     if weight.device.type == "cpu" and weight.density >= BITMAP_DENSITY[_library.cpu_path]:
@@ -244,15 +249,23 @@ def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]
     return MackoWeight
 
 
-def not_dense12(weight: Tensor, device: torch.device) -> str:
-    """Why a dense weight would not gain on this device as dense12, or nothing."""
+def not_dense12(weight: Tensor, device: torch.device, tokens: int | None = None) -> str:
+    """Why a dense weight would not gain on this device as dense12, for so many tokens at once, or nothing."""
     if weight.dtype not in Dense12Weight.dtypes:
         return f"dense12 is for bfloat16 and float16, it is {str(weight.dtype).removeprefix('torch.')}"
-    if device.type != "cuda" or not gains_by_slabs(device):
-        return f"dense12 gains on GPUs of compute capability 8, 9 and 12, it is on {device}"
+    if device.type != "cuda" or _library.slab_kernels(device)[0] == "none":
+        return f"dense12 is for GPUs of compute capability 8.0 and newer, it is on {device}"
+    if not gains_by_slabs(device, Dense12Weight.format, tokens):
+        many = f"{tokens} tokens" if tokens else "a token"
+        return f"dense12 is slower than dense on {torch.cuda.get_device_name(device)} by count, {many} at once"
     if weight.numel() < DENSE12_WEIGHTS:
         return f"under {DENSE12_WEIGHTS} weights dense12 would not pay"
     return ""
+
+
+def is_held_packed(weight: PackedWeight, device: torch.device) -> bool:
+    """Whether a layer whose weight a file holds so is held packed on this device, and not dense."""
+    return weight.is_held_packed(device.type == "cuda" and gains_by_slabs(device))
 
 
 def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
@@ -261,21 +274,15 @@ def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
     return [kind for kind in kinds if kind.runs(weight.device, weight.dtype, weight.cols)]
 
 
-def runs_wgmma(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
+def gains_by_slabs(device: torch.device, format: str = TileWeight.format, tokens: int | None = None) -> bool:
+    """Whether a GPU multiplies from slabs faster than the library the dense matrix, half of it zeros where it is tile.
 
-
-def gains_by_slabs(device: torch.device) -> bool:
-    """Whether a GPU multiplies tile, sparse11 and dense12 faster than the library the dense matrix.
-
-    9.0 by kernels made for it, others from 8.0 on by one for all of them: measured on an H100, for the others by
-    count (docs/kernels.md). Not 10.0, whose memory brings more bytes than that kernel has clocks for.
+    With wgmma as measured, elsewhere by count (choose.counted).
     """
-    major = torch.cuda.get_device_capability(device)[0]
-    return major >= 8 and major != 10
+    kernels, _ = _library.slab_kernels(device)
+    return kernels == "wgmma" or (kernels != "none" and counted.gain(format, 0.5, tokens or 1, device) >= 1)
 
 
 def multiplies_codes(device: torch.device, tokens: int) -> bool:
     """Whether a product of so many tokens is one with codes, not with rows that were rounded before it."""
-    major = torch.cuda.get_device_capability(device)[0]
-    return major == 9 or tokens <= (192 if major == 10 else 512)
+    return tokens <= _library.slab_kernels(device)[1]

@@ -18,6 +18,10 @@ _DUE = {
     "transformers.quantizers.auto": ("macko.integrations.transformers", "MackoConfig, and loading packed folders"),
     "transformers.modeling_utils": ("macko.integrations.saving", "save_pretrained of models with sparse layers"),
     "accelerate.utils.modeling": ("macko.integrations.accelerate", "a device_map for a model with sparse layers"),
+    "diffusers.models.modeling_utils": (
+        "macko.integrations.diffusers_models",
+        "saying what diffusers cannot do with packed layers, as layerwise casting",
+    ),
     "peft.utils.other": ("macko.integrations.peft", "training sparse layers that modules_to_save names"),
     **dict.fromkeys(
         ("sentence_transformers.base.modules.module", "sentence_transformers.models.Module"),  # before 5.4

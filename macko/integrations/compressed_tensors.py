@@ -9,10 +9,14 @@ Up to release 0.8.1 NAME is the parameter's, NAME.weight.bitmask, and every para
 of one dimension have one row.
 
 And those whose weights have 8 bits, symmetric, with a scale a row or one for all (W8A16, W8A8, fp8): codes and scales
-are held as they are, tokens at 16 bits.
+are held as they are, tokens at 16 bits. Such codes may be under a mask too: then NAME.compressed has them.
     NAME.weight        int8 or float8_e4m3fn [rows, cols]; or
     NAME.weight_packed int32 [rows, ceil(cols / 4)], four of code + 128, the first lowest, and NAME.weight_shape
-    NAME.weight_scale  [rows, 1] or [1]
+    NAME.weight_scale  [rows, 1] or [1]; a row of scale 0 is one of zeros
+
+Of 4 bits (pack-quantized, symmetric) the weights are made of 16 bits:
+    NAME.weight_packed int32 [rows, ceil(cols / 8)], eight of code + 8, the first lowest, and NAME.weight_shape
+    NAME.weight_scale  [rows, groups], one for each cols / groups columns
 """
 
 from __future__ import annotations
@@ -30,11 +34,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import VERSION, Checkpoint, open_tensors
-from ..weights import ByteWeight, Dense8Weight, Sparse8Weight
+from ..choose.patterns import countable
+from ..files import Checkpoint, open_tensors, version_of
+from ..weights import ByteWeight, Dense8Weight, Sparse8Weight, codes
 
 FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 _KEYS = ("shape", "bitmask", "compressed", "row_offsets")
+_HELD = (torch.bfloat16, torch.float16, torch.float32, *codes.TYPES)
 #: Elements that are decoded at a time: each takes five bytes meanwhile.
 _DECODED = 1 << 21
 
@@ -51,17 +57,14 @@ def sparsity_format(config: Mapping[str, Any]) -> str | None:
     """The format of a checkpoint's config.json, None where it is none of compressed-tensors' sparse ones.
 
     Raises:
-        ValueError: the weights are quantised besides, or their format is not one of FORMATS.
+        ValueError: their format is not one of FORMATS.
     """
     for about in (_object(config, "quantization_config"), _object(config, "compression_config"), config):
         if (name := _object(about, "sparsity_config").get("format")) in (None, "dense"):
             continue
         if name not in FORMATS:
             raise ValueError(f"sparsity_config has format {name!r}, macko reads {' and '.join(FORMATS)}")
-        if groups := _object(about, "config_groups"):
-            raise ValueError(
-                f"the weights are quantised too ({', '.join(groups)}), macko reads sparse ones of 16 and 32 bits only"
-            )
+        _object(about, "config_groups")
         return str(name)
     return None
 
@@ -75,11 +78,9 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
     about = _object(config, "quantization_config")
     if about.get("quant_method") != "compressed-tensors" or not (groups := _object(about, "config_groups")):
         return False
-    sparsity = _object(about, "sparsity_config").get("format")
-    if sparsity not in (None, "dense"):
-        raise ValueError(
-            f"the weights are quantised and of the sparse format {sparsity!r} too, macko reads one of both"
-        )
+    sparsity_format(config)  # or why not
+    if has_four_bits(config):
+        return False
     for group in groups:
         weights = _object(_object(groups, group), "weights")
         for key, known in (
@@ -93,6 +94,32 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
     return True
 
 
+def has_four_bits(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is of a checkpoint whose weights have 4 bits and the scales above.
+
+    Raises:
+        ValueError: they have, in another way: names it.
+    """
+    about = _object(config, "quantization_config")
+    groups = _object(about, "config_groups") if about.get("quant_method") == "compressed-tensors" else {}
+    kinds = [_object(_object(groups, group), "weights") for group in groups]
+    if not any(weights.get("num_bits") == 4 for weights in kinds):
+        return False
+    if (form := about.get("format")) != "pack-quantized":
+        raise ValueError(f"quantization_config has 4 bits a weight in the format {form!r}, macko reads pack-quantized")
+    for weights in kinds:
+        for key, known in (
+            ("num_bits", (4,)),
+            ("type", ("int",)),
+            ("strategy", ("channel", "group")),
+            ("symmetric", (True,)),
+            ("actorder", (None, "weight")),
+        ):
+            if weights.get(key) not in known:
+                raise ValueError(f"config_groups has weights of {key} {weights.get(key)!r}, macko reads {known}")
+    return True
+
+
 def _sizes(shape: Tensor, least: int = 2, most: int = 2) -> list[int]:
     """The sizes that a file says a weight has, rows and columns where nothing else is said."""
     if not least <= shape.numel() <= most or shape.is_floating_point():
@@ -101,8 +128,8 @@ def _sizes(shape: Tensor, least: int = 2, most: int = 2) -> list[int]:
     return shape.flatten().tolist()
 
 
-_CODES = ("weight", "weight_packed")
-_OTHERS = ("weight_scale", "weight_shape", "weight_zero_point", "input_scale", "input_zero_point")
+_CODES = ("weight", "weight_packed", "compressed")
+_SCALES = ("weight_scale", "weight_shape", "weight_zero_point", "input_scale", "input_zero_point")
 
 
 def quantised(file: Checkpoint, name: str, dtype: torch.dtype) -> ByteWeight:
@@ -114,12 +141,17 @@ def quantised(file: Checkpoint, name: str, dtype: torch.dtype) -> ByteWeight:
             values = (file[f"{name}.weight_packed"].contiguous().view(torch.uint8)[:, :cols] ^ 128).view(torch.int8)
             if values.shape != (rows, cols):
                 raise ValueError(f"weight_packed holds {list(values.shape)}, weight_shape says {[rows, cols]}")
+        elif f"{name}.bitmask" in file:
+            values = Masked(file, name).to_dense()
         else:
             values = file[f"{name}.weight"]
         if f"{name}.weight_zero_point" in file and bool(file[f"{name}.weight_zero_point"].float().any()):
             raise ValueError("weight_zero_point is not zero")
         if scales.numel() == 1 and values.numel():
             scales = scales.expand(len(values)).contiguous()
+        if scales.shape == values.shape[:1] and bool((is_zero := scales == 0).any()):
+            values.view(torch.uint8)[is_zero] = 0  # as they are times that
+            scales = torch.where(is_zero, 1.0, scales)
         packed = [kind.from_codes(values, scales, dtype) for kind in (Dense8Weight, Sparse8Weight)]
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
@@ -152,7 +184,10 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
                     layers[name] = saved.about()
                     tensors |= {f"{name}.{field}": tensor for field, tensor in saved.tensors().items()}
                     tensors[f"{name}.weight"] = torch.empty(0, saved.cols, dtype=dtype)  # see macko.integrations.saving
-                elif not has_scale or last not in _OTHERS:
+                elif f"{name}.bitmask" in file and last in _KEYS:
+                    if last == "compressed":
+                        tensors[f"{name}.weight"] = Masked(file, name).to_dense()
+                elif not has_scale or last not in _SCALES:
                     tensors[key] = file[key]
                     if last in _CODES and tensors[key].dtype in (torch.int8, torch.int32, torch.float8_e4m3fn):
                         raise ValueError(f"{name}: it has 8 bits, and no weight_scale")
@@ -161,7 +196,8 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
             places |= dict.fromkeys(tensors, path.name)
         if {*places.values()} != {"model.safetensors"}:
             (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-        config = {**file.config, "quantization_config": {"quant_method": "macko", "version": VERSION, "layers": layers}}
+        about = {"quant_method": "macko", "version": version_of(layers), "layers": layers}
+        config = {**file.config, "quantization_config": about}
     if not layers:
         raise ValueError(f"{source} has no layer of 8 bits, config.json says that it has")
     (target / "config.json").write_text(json.dumps(config, indent=2))
@@ -188,9 +224,32 @@ def masked(file: Checkpoint) -> dict[str, str]:
 def lazy_state(file: Checkpoint) -> dict[str, _Lazy]:
     """The state_dict that the checkpoint stands for, one weight at a time."""
     packed = masked(file)
+    of_4_bits = [name.removesuffix(".weight_packed") for name in file if name.endswith(".weight_packed")]
     theirs = {f"{name}.{key}" for name in packed.values() for key in _KEYS}
+    theirs |= {f"{name}.{key}" for name in of_4_bits for key in (*_CODES, *_SCALES, "weight_g_idx")}
     state = {name: _Lazy(partial(file.__getitem__, name)) for name in file if name not in theirs}
+    state |= {f"{name}.weight": _Lazy(partial(_of_4_bits, file, name)) for name in of_4_bits}
     return state | {key: _Lazy(partial(_decoded, file, name)) for key, name in packed.items()}
+
+
+def _of_4_bits(file: Checkpoint, name: str) -> Tensor:
+    """The weight that codes of 4 bits and their scales are, of the scales' dtype, rounded once."""
+    try:
+        rows, cols = _sizes(file[f"{name}.weight_shape"])
+        words, scales = file[f"{name}.weight_packed"], file[f"{name}.weight_scale"]
+        if words.dtype != torch.int32 or list(words.shape) != [rows, -(-cols // 8)]:
+            raise ValueError(f"weight_packed is {words.dtype} {list(words.shape)}, weight_shape says {[rows, cols]}")
+        if scales.dim() != 2 or len(scales) != rows or not scales.shape[1] or cols % scales.shape[1]:
+            raise ValueError(f"weight_scale has shape {list(scales.shape)}, weight_shape says {[rows, cols]}")
+        if not scales.is_floating_point():
+            raise ValueError(f"weight_scale is {scales.dtype}, expected floating point")
+        if any(f"{name}.{other}" in file for other in ("weight_zero_point", "weight_g_idx")):
+            raise ValueError("it has zero points or an order of columns, which macko does not read")
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    codes = (words[:, :, None] >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).flatten(1)[:, :cols] - 8
+    each = scales.float().repeat_interleave(cols // scales.shape[1], 1)
+    return (codes * each).to(scales.dtype)
 
 
 def _decoded(file: Checkpoint, name: str) -> Tensor:
@@ -215,7 +274,7 @@ class Masked:
 
     @property
     def density(self) -> float:
-        return int(self.tensors[2].count_nonzero()) / max(1, self.shape.numel())
+        return int(countable(self.tensors[2]).count_nonzero()) / max(1, self.shape.numel())
 
     def to_dense(self) -> Tensor:
         with self._named():
@@ -251,25 +310,26 @@ def _shape(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> list[int]:
     wanted = [*rows, -(-cols // 8)]
     if bitmask.dtype != torch.uint8 or list(bitmask.shape) != wanted:
         raise ValueError(f"bitmask is {bitmask.dtype} {list(bitmask.shape)}, expected uint8 {wanted}")
-    if not compressed.is_floating_point() or compressed.element_size() not in (2, 4):
-        raise ValueError(f"compressed is {compressed.dtype}, macko holds 16- and 32-bit floats only")
+    if compressed.dtype not in _HELD:
+        raise ValueError(f"compressed is {compressed.dtype}, macko holds {', '.join(str(kind)[6:] for kind in _HELD)}")
     return sizes
 
 
 def _panels(step: int, shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Iterator[Tensor]:
     """The dense weight, `step` rows at a time; ValueError, if only behind the last ones, as of decode."""
     *rows, cols = _shape(shape, bitmask, compressed)
-    values, done = compressed.flatten(), 0
+    bits_of = torch.uint8 if compressed.element_size() == 1 else compressed.dtype  # fp8 cannot be indexed
+    values, done = compressed.flatten().view(bits_of), 0
     bitmask = bitmask.reshape(math.prod(rows), -(-cols // 8))
     for some in bitmask.split(step if cols else max(1, len(bitmask))):
         bits = (some[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten(1)
         if bits[:, cols:].any():
             raise ValueError(f"bitmask has bits past column {cols}")
         count = int(bits.sum())
-        dense = torch.zeros(len(some), cols, dtype=compressed.dtype)
+        dense = torch.zeros(len(some), cols, dtype=bits_of)
         if done + count <= len(values):
             dense[bits[:, :cols]] = values[done : done + count]
         done += count
-        yield dense
+        yield dense.view(compressed.dtype)
     if done != len(values):
         raise ValueError(f"bitmask has {done} bits set, compressed has {len(values)} values")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..choose.options import Options
-from ..files import VERSION, check_about
+from ..files import check_about
 from ..nn.convert import least_sparsity
 from ..nn.find import IGNORED
 from ..weights import codes, takes_any_weight
@@ -34,7 +34,7 @@ class Settings:
         format: str = "auto",
         ignore: Iterable[str] = IGNORED,
         min_sparsity: float | None = None,
-        version: int = VERSION,
+        version: int = 1,
         layers: dict[str, dict[str, Any]] | None = None,
         values: str = "exact",
         pattern: str = "auto",

@@ -26,7 +26,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.modeling_utils import PreTrainedModel
 
 from ..choose.options import Options
-from ..files import join, packed_state, quant_method
+from ..files import join, packed_state, quant_method, version_of
 from ..nn.linear import SparseLinear
 from ..nn.report import format_bytes
 from ..weights import saved_as
@@ -74,8 +74,7 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
         if state is not None and (model._tp_size or 1) > 1:
             raise ValueError("save_pretrained: each process has a part of the model, so its state cannot be given")
         with tensor_parallel.all_whole(model):
-            state, layers = _packed(model, state)
-            _own_names(model, state)  # or why not, before anything is written
+            state, layers = _found_again(model, state)
     elif "macko" not in methods:
         yield state, layers
         return
@@ -86,17 +85,17 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
     if Options(about.format).any_zeros:
         about = copy.copy(about)  # what the files hold packed is not to be held so
         about.format = "auto"
-    known = about.layers
+    known = about.layers, about.version
     try:
         for config, _ in before:  # what the config of a part says, that of the whole model has to say
             del config.quantization_config
         if layers:
-            about.layers = layers
+            about.layers, about.version = layers, version_of(layers)
             model.config.quantization_config = about
         model.hf_quantizer = None  # it would put the model's own state in the place of the one that is given
         yield state, layers
     except BaseException:
-        about.layers = known
+        about.layers, about.version = known
         raise
     finally:
         del model.hf_quantizer
@@ -107,12 +106,31 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
             config.quantization_config = kept
 
 
+def _found_again(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """_packed, of which from_pretrained finds each layer; what a state_dict has dense stays so where it else would not.
+
+    Raises:
+        ValueError: it would not find one of the others. Nothing is written then.
+    """
+    try:
+        packed = _packed(model, state)
+        _own_names(model, packed[0])
+    except ValueError:
+        packed = _packed(model, model.state_dict() if state is None else state)
+        _own_names(model, packed[0])
+    return packed
+
+
 def _packed(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """packed_state, with an empty weight of each packed layer."""
     state, layers = packed_state(model, state)
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if source in state and isinstance(model.get_submodule(name.rpartition(".")[0]), SparseLinear):
             state.pop(name, None)  # a packed copy of what is read from the other's place
+            layer = name.rpartition(".")[0]
+            if layer in layers and saved_as(layers[layer])[0].stands_for_dense():
+                for part in saved_as(layers.pop(layer))[2]:
+                    del state[join(layer, part)]
     for name, about in layers.items():
         if wrapper := next((part for part in name.split(".") if part in _WRAPPERS), None):
             raise ValueError(
@@ -137,7 +155,8 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 _CARD = """
 # {name}
 
-The weights of {count} linear layers of this model are packed by macko: zeros are not stored.
+The weights of {count} linear layers of this model are packed by macko: zeros are not stored, and in planes12 twelve of
+the sixteen bits of a weight are, from which each is read bit for bit.
 
 | packed layers | their weights | density | format | files |
 |---|---|---|---|---|
@@ -161,7 +180,7 @@ def _write_card(model: nn.Module, folder: Path, layers: dict[str, Any]) -> None:
     from .. import __version__
 
     card = folder / "README.md"
-    if not (folder / "config.json").is_file() or (card.exists() and not _is_ours(card)):
+    if not (folder / "config.json").is_file() or (card.exists() and not is_own_card(card)):
         return
     modules: list[Any] = [model.get_submodule(name) for name in layers]
     # Layers that are merged have one matrix.
@@ -181,7 +200,8 @@ def _write_card(model: nn.Module, folder: Path, layers: dict[str, Any]) -> None:
     card.write_text(text + sign, encoding="utf-8")
 
 
-def _is_ours(card: Path) -> bool:
+def is_own_card(card: Path) -> bool:
+    """Whether macko wrote it, and nobody has edited it."""
     text = card.read_text(encoding="utf-8")
     sign = _SIGN.search(text)
     return sign is not None and sign[1] == _digest(text.replace(sign[0], ""))

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..choose.auto import pack, repacked
+from ..choose.auto import is_held_packed, pack, repacked
 from ..choose.options import Options
 from ..choose.slide import for_faster_kernel
 from ..ops import multiply
 from ..weights import PackedWeight, saved_as
-from ..weights.shards import joined
+from ..weights.shards import joined, joined_planes
 
 
 def names_of(layer: str, stacks: Mapping[str, Sequence[str]]) -> list[str]:
@@ -99,7 +99,7 @@ class Share:
             )
         first = self.rank * self.cols if whole.cols > self.cols else 0
         rows = self._rows_of(whole.rows, places)
-        columns = whole.materialized().cut(1, first, first + self.cols)
+        columns = whole.parted().cut(1, first, first + self.cols)
         return [columns.cut(0, start, stop) for start, stop in rows]
 
     def _rows_of(self, count: int, places: Sequence[int]) -> list[tuple[int, int]]:
@@ -170,15 +170,23 @@ class Stack:
             whole.validate()
             yield from share.cut(whole, places)
 
-    def pack(self, share: Share, dtype: torch.dtype, device: torch.device, options: Options) -> PackedWeight:
-        """This rank's matrix, whose layout is chosen by the options; what the files hold rounded keeps its codes."""
+    def pack(self, share: Share, dtype: torch.dtype, device: torch.device, options: Options) -> PackedWeight | Tensor:
+        """This rank's matrix, whose layout is chosen by the options; what the files hold rounded keeps its codes.
+
+        Dense where the files hold it in planes, and the device does not multiply these faster.
+        """
         parts, rows = [part.to(device, dtype) for part in self.shares(share, dtype)], sum(share.rows)
-        if len(parts) == 1 and parts[0].rows == rows:
-            return repacked(parts[0], options)
-        if (of_codes := joined(parts, rows)) is not None:
+        are_packed = all(is_held_packed(part, device) for part in parts)
+        if are_packed and len(parts) == 1 and parts[0].rows == rows:
+            return repacked(parts[0].materialized(), options)
+        if are_packed and (of_codes := joined(parts, rows)) is not None:
             return for_faster_kernel(of_codes, options)
         dense = torch.cat([part.to_dense() for part in parts])
-        return pack(nn.functional.pad(dense, (0, 0, 0, rows - len(dense))), options)
+        dense = nn.functional.pad(dense, (0, 0, 0, rows - len(dense)))
+        if not are_packed:
+            return dense
+        lossless = joined_planes(parts, dense)
+        return pack(dense, options) if lossless is None else lossless
 
     def unpack(self, share: Share, dtype: torch.dtype, device: torch.device) -> Tensor:
         """This rank's matrix, dense."""

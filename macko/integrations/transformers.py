@@ -22,6 +22,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..choose.auto import is_held_packed
 from ..choose.options import Options
 from ..choose.patterns import countable
 from ..choose.times import packed_share
@@ -32,7 +33,7 @@ from ..nn.linear import SparseLinear, unsupported, with_hooks
 from ..nn.report import LayerReport, Report
 from ..weights import FORMATS, saved_as
 from . import tensor_parallel, transformers_version
-from .compressed_tensors import lazy_state, sparsity_format
+from .compressed_tensors import has_four_bits, lazy_state, sparsity_format
 from .config import Settings
 
 #: Whether the from_pretrained that runs was told ignore_mismatched_sizes (macko.integrations.saving sets it).
@@ -286,6 +287,7 @@ class MackoHfQuantizer(HfQuantizer):
             os.environ |= {_NO_ASYNC: self._async} if self._async is not None else {}
         self._check_shapes(model)
         kept_dense: list[str] = []
+        wanted = Options(self.quantization_config.format).any_zeros
         for name, module in model.named_modules():
             if type(module) is _Loading:
                 if missing := module.missing():
@@ -297,6 +299,9 @@ class MackoHfQuantizer(HfQuantizer):
                         kept_dense.append(name)
                         continue
                     raise ValueError(f"{name}: the weight cannot be loaded: {reason}")
+                if not wanted and tensor_parallel.cut_dim(model, name) is None and not is_held_packed(packed, home):
+                    self._make_dense(model, name)
+                    continue
                 try:
                     if packed.dtype != dtype:
                         packed = packed.to("cpu")  # a GPU has no kernels for float32
@@ -340,15 +345,16 @@ class MackoHfQuantizer(HfQuantizer):
 
     def _make_dense(self, model: Any, name: str) -> None:
         """Puts the dense layer in the place of a packed one that is read, in its dtype and on its device."""
-        module = model.get_submodule(name)
+        module, dtype = model.get_submodule(name), self._dtypes[name]
         try:
-            packed = module.packed.to("cpu")
+            packed = module.packed if module.packed.dtype == dtype else module.packed.to("cpu")
             packed.validate()
+            weight = packed.to_dense().to(module.device, dtype)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from None
-        dense = SparseLinear.from_packed(packed.materialized(), module.bias).to_linear()
-        dense.weight = nn.Parameter(dense.weight.to(module.device, self._dtypes[name]), requires_grad=False)
-        model.set_submodule(name, with_hooks(dense.to(self._dtypes[name]), module))
+        dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=dtype)
+        dense.weight, dense.bias = nn.Parameter(weight, requires_grad=False), module.bias
+        model.set_submodule(name, with_hooks(dense.train(module.training).to(dtype), module))
 
     def _format_on(self, device: torch.device, dtype: torch.dtype) -> str:
         """The format that the config asks for, or "auto", with a warning, where that does not run on the device or does
@@ -414,7 +420,7 @@ def _cut(model: Any, name: str, layer: SparseLinear) -> None:
         return
     try:
         layer.packed.validate()
-        layer._hold(layer.packed.materialized())
+        layer._hold(layer.packed.parted())
         tensor_parallel.cut(model, name, layer)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
@@ -448,19 +454,13 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
         ValueError: a file of the folder is not as another says, no file has a weight of the model, or transformers has
             no such model.
     """
-    import transformers
-
     folder = os.fspath(folder)
     with readable(folder), Checkpoint(folder) as file:
-        about = transformers.AutoConfig.from_pretrained(folder)
-        if not about.architectures:
-            raise ValueError(f"{folder}/config.json does not name an architecture")
-        kind = getattr(transformers, about.architectures[0], None)
-        if kind is None:
-            raise ValueError(f"transformers {transformers.__version__} has no {about.architectures[0]}")
-        _check_size(folder, kind, about)
+        about, kind = class_of(folder)
         options |= {"quantization_config": config, "output_loading_info": True}
-        if sparsity_format(file.config) is None:
+        if has_four_bits(file.config):
+            warnings.warn(f"{folder}: its weights have 4 bits, and are unpacked to 16 to be packed", stacklevel=2)
+        elif sparsity_format(file.config) is None:
             return _whole(folder, kind, folder, **{"dtype": "auto", **options})
         for name in ("quantization_config", "compression_config", "sparsity_config"):
             if hasattr(about, name):
@@ -469,6 +469,24 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
         dtype = options.pop("dtype", about.dtype) or next(stored, None)
         state = lazy_state(file)
         return _whole(folder, kind, None, config=about, state_dict=state, dtype=dtype, **options)
+
+
+def class_of(folder: str | os.PathLike[str]) -> tuple[Any, Any]:
+    """The config of a folder's model, and its class.
+
+    Raises:
+        ValueError: transformers has none of that name, or the files are too small for the model that config.json says.
+    """
+    import transformers
+
+    about = transformers.AutoConfig.from_pretrained(folder)
+    if not about.architectures:
+        raise ValueError(f"{folder}/config.json does not name an architecture")
+    kind = getattr(transformers, about.architectures[0], None)
+    if kind is None:
+        raise ValueError(f"transformers {transformers.__version__} has no {about.architectures[0]}")
+    _check_size(os.fspath(folder), kind, about)
+    return about, kind
 
 
 def _whole(folder: str, kind: Any, *args: Any, **options: Any) -> Any:

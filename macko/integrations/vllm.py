@@ -252,7 +252,16 @@ class Packed(_Method):
     def _take(self, layer: nn.Module, device: torch.device) -> None:
         """Puts the weight into the layer, once all of it has come."""
         options = self.run_on(device, self.config.layout_options)
-        self.hold(layer, self.stack.pack(self._share(layer), self.dtype, device, options))
+        packed = self.stack.pack(self._share(layer), self.dtype, device, options)
+        if isinstance(packed, PackedWeight):
+            self.hold(layer, packed)
+            return
+        for name in self.stack.names:
+            delattr(layer, name)
+        layer.weight = nn.Parameter(packed, requires_grad=False)
+        layer.quant_method = self.dense  # to which vLLM's call at the end goes
+        self.note(False)
+        logger.info_once("macko unpacks linear layers here: dense products are faster")
 
     def _share(self, layer: Any) -> stacked.Share:
         """What this rank holds of the layer."""

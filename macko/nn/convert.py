@@ -136,8 +136,8 @@ def compress_(
     """Holds the weights of a model's linear layers in fewer bytes, in place, zeros or none; lossless by default.
 
     Layers that hold enough zeros are packed as sparsify_ packs them, if that takes fewer bytes than 1.5 a weight. All
-    others, lm_head too, are held in 12 bits an element: dense12 (docs/lossless.md), on a GPU of compute capability 9.0,
-    where it is faster than dense. That is for bfloat16, and for float16 weights that were bfloat16 once, as those of
+    others, lm_head too, are held in 12 bits an element: dense12 (docs/lossless.md), on GPUs on which it is faster than
+    dense, as measured or by count. That is for bfloat16, and for float16 weights that were bfloat16 once, as those of
     Llama-2 were. Weights keep every bit, but for the sign of zeros where they are packed as sparse.
     Layers tied to an embedding and those too small to gain stay dense; the report says so. Otherwise as sparsify_.
 
@@ -147,7 +147,7 @@ def compress_(
     Args:
         model, filter_fn, device, progress, merge: as in sparsify_.
         ignore: layers to leave, as in sparsify_; none by default.
-        tokens: as in sparsify_, for layers that hold enough zeros.
+        tokens: as in sparsify_; dense12 is taken where it gains for so many.
         copy_tied: whether a layer that shares its weight with an nn.Embedding gets a copy of it as dense12. The
             embedding looks up single rows of the dense weight, the layer reads all of its own: so a token reads half a
             byte a weight less, and memory holds one and a half more. Training the embedding does not change the copy.
@@ -305,7 +305,7 @@ def _compress_layer(
     target, copied = device or weight.device, id(weight) in tied and id(weight) in embedded
     if layer.left_out or _why_not(weight, layer.name, options, target, {} if copied else tied):
         return row, None
-    if reason := not_dense12(weight, target):
+    if reason := not_dense12(weight, target, options.layout_tokens):
         row.reason = row.reason and reason
         return row, sparse
     if copied and not copy_tied:

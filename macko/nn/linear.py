@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from ..choose.auto import pack, repacked
@@ -18,7 +19,7 @@ from ..choose.options import AUTO, Options
 from ..ops import multiply
 from ..weights import MackoWeight, PackedWeight, slices
 from ..weights.base import with_address
-from ..weights.saved import IN_FILES, dense_in, packed_in, state_of
+from ..weights.saved import IN_FILES, dense_in, in_state, packed_in, state_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
 #: Element types of a packed weight's values.
@@ -61,6 +62,13 @@ def autocast_dtype(input: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
+_IS_PACKED = (
+    "the weight of a SparseLinear is packed: this is a dense copy, and its change would be lost. To merge an adapter "
+    "or to edit weights, change the layer that to_linear() gives, prune it again, and pack it with "
+    "SparseLinear.from_linear"
+)
+
+
 class UnpackedWeight(Tensor):
     """A dense copy of a packed weight. Who changes it means to change the layer (as an adapter's merge): refused."""
 
@@ -78,11 +86,7 @@ class UnpackedWeight(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(changed, cls) for changed in cls._changed(func, args, kwargs)):
-            raise RuntimeError(
-                "the weight of a SparseLinear is packed: this is a dense copy, and its change would be lost. To merge "
-                "an adapter or to edit weights, change the layer that to_linear() gives, prune it again, and pack it "
-                "with SparseLinear.from_linear"
-            )
+            raise RuntimeError(_IS_PACKED)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             memory = {a.untyped_storage()._cdata for a in args if isinstance(a, cls)}
@@ -116,6 +120,104 @@ class UnpackedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class LazyWeight(Tensor):
+    """A packed weight that is unpacked, into an UnpackedWeight, when its elements are asked for: not for its shape.
+
+    T5 looks at the dtype of a weight at each call, loaders of adapters at the shape of every one in a model. Sums that
+    are written into it, as adapters are merged, are packed anew where the format holds them.
+    """
+
+    _is_hf_initialized = True
+    #: What the tensor answers without elements: attributes, and methods.
+    _ATTRIBUTES = (
+        "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "grad", "grad_fn",
+        "is_leaf", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested", "_version",
+    )  # fmt: skip
+    _METHODS = (
+        "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device", "__len__",
+        "is_contiguous", "is_floating_point", "is_complex", "is_inference",
+    )  # fmt: skip
+    _SUMS: ClassVar[dict[str, str]] = {"__iadd__": "add_", "add_": "add_", "__isub__": "sub_", "sub_": "sub_"}
+    _layer: SparseLinear
+    _unpack: Callable[[], Tensor]
+    _dense: UnpackedWeight | None
+
+    @staticmethod
+    def __new__(cls, layer: SparseLinear) -> LazyWeight:
+        shape = (layer.out_features, layer.in_features)
+        weight = Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=layer.device)  # type: ignore[attr-defined]
+        weight._layer, weight._unpack, weight._dense = layer, layer._unpacks(), None
+        return weight
+
+    def opened(self) -> UnpackedWeight:
+        """The dense weight, as it was when the layer was asked for it."""
+        if self._dense is None:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._dense = self._unpack().as_subclass(UnpackedWeight)
+        return self._dense
+
+    def _become(self, dense: Tensor) -> None:
+        """Makes it the layer's weight. RuntimeError, and no change, where the layer's format does not hold it."""
+        if (dense.shape, dense.dtype) != (self.shape, self.dtype):
+            raise RuntimeError(
+                f"the weight of a SparseLinear is {self.dtype} {list(self.shape)}, and cannot become {dense.dtype} "
+                f"{list(dense.shape)}"
+            )
+        self._layer._pack_anew(dense)
+        self._unpack, self._dense = self._layer._unpacks(), None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs, self = func.__name__, kwargs or {}, args[0] if args else None
+        if isinstance(self, cls):
+            attribute = (
+                getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+            )
+            if name == "detach" or (name, attribute) == ("__get__", "data"):
+                return self
+            if attribute == "requires_grad" and name == "__set__" and not args[1]:
+                return None
+            if name == "requires_grad_" and not (args[1:] or tuple(kwargs.values()) or (True,))[0]:
+                return self
+            if (attribute in cls._ATTRIBUTES and name == "__get__") or name in cls._METHODS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if (name, attribute) == ("__set__", "data") and self._layer._holds_sums:
+                if args[1] is not self:  # it is, where `weight.data += delta` sets what has been packed
+                    self._become(_opened(args[1]))
+                return None
+            if name in cls._SUMS and self._layer._holds_sums:
+                with torch.no_grad():
+                    total = self._unpack()
+                    getattr(total, cls._SUMS[name])(*tree_map(_opened, args[1:]), **tree_map(_opened, kwargs))
+                    self._become(total)
+                return self
+        return func(*tree_map(_opened, args), **tree_map(_opened, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What C++ asks of it, behind __torch_function__."""
+        if func._schema.is_mutable and any(isinstance(arg, cls) for arg in args):
+            raise RuntimeError(_IS_PACKED)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = [tree_map(_opened, tree) for tree in (args, kwargs or {})]
+            return func(*plain[0], **plain[1])
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return copy.deepcopy(self.opened(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.opened().__reduce_ex__(protocol)
+
+
+def _opened(value: Any) -> Any:
+    return value.opened() if isinstance(value, LazyWeight) else value
 
 
 def _version(tensor: Tensor) -> int:
@@ -307,12 +409,35 @@ class SparseLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The dense [out_features, in_features] weight, made at every look and never kept; without a gradient."""
-        with torch.no_grad():
-            on_meta = self.device.type == "meta"
-            shape = (self.out_features, self.in_features)
-            dense = torch.empty(shape, dtype=self.dtype, device="meta") if on_meta else self.packed.to_dense()
+        """The dense [out_features, in_features] weight, without a gradient: made where its elements are used, not for
+        its shape or dtype, and kept no longer than it is.
+
+        In a format that holds any weight exactly (dense12) `weight.data = ...`, and `+=` and `-=` on it, pack the layer
+        anew, as adapters are merged; any other change is a RuntimeError.
+        """
+        if self.device.type != "meta":
+            return self._unpacks()() if torch.compiler.is_compiling() else LazyWeight(self)
+        shape = (self.out_features, self.in_features)
+        dense = torch.empty(shape, dtype=self.dtype, device="meta")
         return dense if torch.compiler.is_compiling() else dense.as_subclass(UnpackedWeight)
+
+    def _unpacks(self) -> Callable[[], Tensor]:
+        """What makes the dense weight that the layer has now."""
+        return self.packed.to_dense
+
+    @property
+    def _holds_sums(self) -> bool:
+        """Whether another dense weight can be packed in place of this one, exactly."""
+        return self._format.holds_any_exactly()
+
+    def _pack_anew(self, dense: Tensor) -> None:
+        """Holds this dense weight in the same format. RuntimeError, and no change, where that does not hold it."""
+        try:
+            self._hold(self._format.from_dense(dense.detach().to(self.device)))
+        except ValueError as error:
+            raise RuntimeError(
+                f"SparseLinear: {self.format} does not hold what its weight is to become: {error}"
+            ) from None
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., out_features] for input [..., in_features] of the layer's dtype. Under autocast, which leaves the
@@ -430,7 +555,7 @@ class SparseLinear(nn.Linear):
         What is saved dense goes as nn.Linear's weight, there too.
         """
         packed = self.packed
-        if isinstance(in_file := packed.to_saved(), Tensor):
+        if isinstance(in_file := in_state(packed), Tensor):
             destination[f"{prefix}weight"] = in_file
             if self.bias is not None:
                 destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -133,6 +133,22 @@ class MergedLinear(SparseLinear):
         if name == "bias" and param is not None:  # forward has none to add
             raise ValueError("a merged layer has no bias: call macko.split_(model) before you set one")
         super().register_parameter(name, param)
+
+    def _unpacks(self) -> Callable[[], Tensor]:
+        packed, start = self._whole.packed, sum(self._whole._part_rows[: self._index])
+        return lambda: packed.to_dense()[start : start + self.out_features].clone()
+
+    @property
+    def _holds_sums(self) -> bool:
+        return self._whole._holds_sums
+
+    def _pack_anew(self, dense: Tensor) -> None:
+        try:
+            self._whole.replace_part(self._index, self._whole._format.from_dense(dense.detach().to(self.device)))
+        except ValueError as error:
+            raise RuntimeError(
+                f"SparseLinear: {self.format} does not hold what its weight is to become: {error}"
+            ) from None
 
     def split(self) -> SparseLinear:
         """The layer by itself, in the format of the whole or one chosen anew, with this layer's hooks."""

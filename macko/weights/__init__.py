@@ -12,7 +12,8 @@ from .bitmap import BitmapWeight
 from .bytes import ByteWeight, Dense8Weight, Macko8Weight, Sparse8Weight
 from .canonical import MackoWeight
 from .ec import EcWeight
-from .registry import FORMATS, SAVED, format_named, packed_in_files, takes_any_weight, with_own_files
+from .planes import Planes12Weight
+from .registry import FORMATS, SAVED, format_named, takes_any_weight, with_own_files
 from .saved import saved_as
 from .sell import SellWeight
 from .slab import Dense12Weight, SlabWeight, Sparse11Weight, TileWeight
@@ -44,6 +45,7 @@ __all__ = [
     "Macko8Weight",
     "MackoWeight",
     "PackedWeight",
+    "Planes12Weight",
     "SellWeight",
     "SlabWeight",
     "SlideWeight",
@@ -53,7 +55,6 @@ __all__ = [
     "codes",
     "fits_pattern",
     "format_named",
-    "packed_in_files",
     "saved_as",
     "shards",
     "slices",

@@ -81,7 +81,11 @@ class PackedWeight:
     is_layout: ClassVar[bool] = False
     #: Dtypes of the weights it holds.
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16, torch.float32)
-    #: Made where it is loaded; saved as the dense weight, NAME.weight.
+    #: No product takes it: files alone hold it.
+    of_files: ClassVar[bool] = False
+    #: The version of macko's files from which on they may have it.
+    version: ClassVar[int] = 1
+    #: Made where it is loaded; in a state_dict the dense weight, NAME.weight.
     saved_dense: ClassVar[bool] = False
     #: Whether it gives every weight of its dtypes back as it was.
     lossless: ClassVar[bool] = True
@@ -96,6 +100,8 @@ class PackedWeight:
     timed_by: ClassVar[str] = ""
     #: What its time is multiplied by where the fastest format is chosen; infinite: it is opt-in.
     handicap: ClassVar[float] = 1.0
+    #: Whether the op linear_experts takes it.
+    stacks: ClassVar[bool] = False
     #: Layers that hold it may be merged: rows of several weights are packed together.
     merges: ClassVar[bool] = True
     #: Whether values are codes times a scale a row (`coded`), which a part of the weight keeps as they are.
@@ -157,6 +163,11 @@ class PackedWeight:
         tensors, header = torch.ops.macko.lay_out(*weight.packed, cls.number, options)
         return cls(*tensors, *header.tolist()[1:])
 
+    @classmethod
+    def holds_any_exactly(cls) -> bool:
+        """Whether another weight may take this one's place in the same format, as where an adapter is merged."""
+        return cls.any_weight and cls.lossless
+
     @property
     def header(self) -> list[int]:
         """What ops are told of the weight besides its tensors: layout, rows, cols, and what the layout has besides."""
@@ -185,7 +196,7 @@ class PackedWeight:
         return torch.ops.macko.dense(*self.packed)
 
     def unrounded(self) -> Tensor:
-        """The weight that a GPU of compute capability 9.0 multiplies; of values in 8 bits before they are rounded."""
+        """The weight that a GPU multiplies with, where it has kernels; of values in 8 bits before they are rounded."""
         return self.to_dense()
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -359,6 +370,27 @@ class PackedWeight:
             return self
         on_meta = self.device.type == "meta"
         return _canonical().zeros(self.rows, self.cols, self.dtype, "meta") if on_meta else self.to_macko().to("cpu")
+
+    def to_file(self) -> PackedWeight | Tensor:
+        """As to_saved, for files of macko's own: what a state_dict has dense may be packed there."""
+        return self.to_saved()
+
+    @classmethod
+    def stands_for_dense(cls) -> bool:
+        """Whether files hold so what a state_dict has dense, and a layer where no kernel gains by it."""
+        return False
+
+    def is_held_packed(self, by_slabs: bool) -> bool:
+        """Whether a layer that is read from a file holds this weight packed, and not dense.
+
+        Args:
+            by_slabs: whether kernels there multiply slabs faster than the dense weight.
+        """
+        return True
+
+    def parted(self) -> PackedWeight:
+        """The same weight in a format of which rows and columns can be cut."""
+        return self.materialized()
 
     def about(self) -> dict[str, Any] | None:
         """What a file says of a weight beside its tensors (`saved_as` reads it); None: nothing, it holds it dense."""

@@ -77,9 +77,10 @@ class ByteWeight(SlabWeight):
         return numbers.to(codes.TYPES[self.kind])
 
     def unrounded(self) -> Tensor:
-        """Codes times scales, [rows, cols], float64: what a GPU of compute capability 9.0 multiplies.
+        """Codes times scales, [rows, cols], float64: what a GPU multiplies with, from compute capability 8.0 on.
 
-        Elsewhere products are by dense rows, those of to_dense, which are rounded to dtype.
+        On a CPU, and on a GPU for more tokens than its kernels take (512 at most without wgmma), products are by dense
+        rows, those of to_dense, which are rounded to dtype.
         """
         return self.codes().double() * self.scales.double()[:, None]
 
@@ -236,6 +237,7 @@ class Macko8Weight(PackedWeight):
     """
 
     format: ClassVar[str] = "macko8"
+    of_files: ClassVar[bool] = True
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **ByteWeight.limits,
         "delta_bits": (0, 2, 4, 8),

@@ -26,7 +26,7 @@ def register(kind: type[PackedWeight]) -> None:
     other = FORMATS.get(kind.format) or SAVED.get(kind.format) or kind
     if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
         raise TypeError(f"{kind.__qualname__}: the format {kind.format} is {other.__qualname__}")
-    (FORMATS if kind.number >= 0 else SAVED)[kind.format] = kind
+    (SAVED if kind.of_files or kind.number < 0 else FORMATS)[kind.format] = kind
     for name in sorted(FORMATS, key=lambda name: FORMATS[name].number):
         FORMATS[name] = FORMATS.pop(name)
 
@@ -43,19 +43,14 @@ def takes_any_weight(format: str) -> bool:
     return format in FORMATS and FORMATS[format].any_weight
 
 
-def packed_in_files() -> list[str]:
-    """Names of the formats whose weights files hold packed, in whatever format."""
-    return [name for name, kind in FORMATS.items() if not kind.saved_dense]
-
-
 def with_own_files() -> list[str]:
-    """Of these those that are no layouts, beside the canonical one: their values or their order are their own."""
-    return [name for name in packed_in_files() if name != "macko" and not FORMATS[name].is_layout]
+    """Names of the formats that are no layouts, beside the canonical one: their values or their order are their own."""
+    return [name for name, kind in FORMATS.items() if name != "macko" and not kind.is_layout]
 
 
 def _fake(op: str, number: int, like: Tensor, rows: Any, cols: Any, options: Any) -> tuple[list[Tensor], Tensor]:
     """What op gives of the format of this number, without content."""
-    kind = next(kind for kind in FORMATS.values() if kind.number == number)
+    kind = next(kind for kind in (*FORMATS.values(), *SAVED.values()) if kind.number == number)
     try:
         shapes = kind.shapes(rows, cols, options)
     except NotImplementedError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from . import codes
 from .base import SIZES, PackedWeight
 from .bytes import ByteWeight, Macko8Weight
 from .canonical import MackoWeight
+from .planes import Planes12Weight
 from .registry import FORMATS, SAVED, format_named
 
 
@@ -75,7 +78,25 @@ def saved_by_names(
 
 
 #: Names that states may have of a layer, besides its bias, whichever format it is in now.
-IN_FILES = (*Macko8Weight.tensor_names, "weight")
+IN_FILES = tuple(dict.fromkeys((*Macko8Weight.tensor_names, *Planes12Weight.tensor_names, "weight")))
+_FOR_A_FILE: ContextVar[bool] = ContextVar("_FOR_A_FILE", default=False)
+
+
+@contextlib.contextmanager
+def states_for_files() -> Iterator[None]:
+    """Within it a layer's state_dict is what macko's own files hold of it: dense12 as planes, and not as dense."""
+    token = _FOR_A_FILE.set(True)
+    try:
+        yield
+    finally:
+        _FOR_A_FILE.reset(token)
+
+
+def in_state(weight: PackedWeight) -> PackedWeight | Tensor:
+    """The weight as a state_dict has it, packed or dense."""
+    return weight.to_file() if _FOR_A_FILE.get() else weight.to_saved()
+
+
 _State = Mapping[str, Any]
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .base import PackedWeight
 from .canonical import MackoWeight
+from .planes import Planes12Weight
+from .slab import Dense12Weight
 
 #: What macko.shards had until PackedWeight did; it goes in macko 0.3.
 sliced = PackedWeight.cut
@@ -31,6 +33,19 @@ def joined(parts: Sequence[PackedWeight], rows: int) -> PackedWeight | None:
     if not all(kind.holds_codes for kind in kinds):
         return None
     return min((kind.joined(parts, rows) for kind in kinds), key=lambda whole: whole.nbytes)
+
+
+def joined_planes(parts: Sequence[PackedWeight], dense: Tensor) -> PackedWeight | Tensor | None:
+    """Of parts of which some are planes the whole in dense12; dense, as it is given, where that does not hold it.
+
+    None where none is.
+    """
+    if not any(isinstance(part, Planes12Weight) for part in parts):
+        return None
+    try:
+        return Dense12Weight.from_dense(dense)
+    except ValueError:
+        return dense
 
 
 def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) -> PackedWeight:

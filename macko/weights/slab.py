@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from .. import _library
 from .base import PackedWeight, Shape, any_size, not_held
 from .canonical import MackoWeight
+from .registry import SAVED
 
 #: Where a fault of a slab is.
 AT = "slab {entry} of row block {place}"
@@ -23,8 +25,13 @@ class SlabWeight(PackedWeight):
     values_name: ClassVar[str] = "data"
     overlaps: ClassVar[bool] = True
     stores_parts: ClassVar[bool] = True
+    stacks: ClassVar[bool] = True
     #: Sizes that the op `check` counts.
     counted: ClassVar[tuple[str, ...]] = ("entries",)
+
+    @classmethod
+    def runs(cls, device: torch.device, dtype: torch.dtype, cols: int = 0) -> bool:
+        return super().runs(device, dtype) and (device.type != "cuda" or _library.slab_kernels(device)[0] != "none")
 
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
@@ -158,12 +165,19 @@ class Dense12Weight(SlabWeight):
         on_meta = self.device.type == "meta"
         return torch.empty(self.shape, dtype=self.dtype, device="meta") if on_meta else self.to_dense().cpu()
 
+    def to_file(self) -> PackedWeight:
+        """In planes, on the CPU."""
+        planes: Any = SAVED[self.instead_in_files()]
+        if self.device.type == "meta":
+            return planes.on_meta(self.rows, self.cols, self.dtype)
+        return planes.from_dense(self.to_dense())
+
     def about(self) -> None:
         return None
 
     @classmethod
     def instead_in_files(cls) -> str:
-        return "the dense weight"
+        return "planes12"
 
     @property
     def names_in_files(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """The slab codecs as test_slabs.py sees them: for each what it holds, its bytes by reference.py, and faults by message.
 
-A source is what a codec packs: a dense weight, or codes with a scale a row. Who adds a codec adds a class here.
+A source is what a codec packs: a dense weight, or codes with a scale a row. Who adds a codec adds a class here. At the
+end the formats of rows, of which test_products.py asks what it asks of codecs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from macko.weights import FORMATS, SlabWeight, codes
 from tests import reference
 from tests.common import (
+    CPU_DTYPES,
     HALVES,
     assert_close_library,
     assert_close_spmv,
@@ -82,6 +84,8 @@ class Codec:
 
     format: ClassVar[str]
     kinds: ClassVar[tuple[int, ...]] = (0,)
+    #: Keys of MACKO_PLAN for its products.
+    keys: ClassVar[str] = ""
     #: Whether it stores non-zeros alone, and whether a list has what its table of exponents lacks.
     is_sparse: ClassVar[bool] = True
     has_table: ClassVar[bool] = False
@@ -96,14 +100,17 @@ class Codec:
         self.dtype, self.kind, self.weight_type = dtype, kind, FORMATS[self.format]
 
     def __repr__(self) -> str:
-        kind = f"-{codes.KINDS[self.kind]}" if len(self.kinds) > 1 else ""
-        return f"{self.format}-{str(self.dtype).removeprefix('torch.')}{kind}"
+        return f"{self.format}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return "cpu", "cuda"
 
     def source(
         self, rows: int, cols: int, density: float = 0.5, *, rare: float = 0.0, kind: str = "uniform", seed: int = 0
     ) -> Source:
         """Random, under a mask of this kind; rare: the share of values that a table may lack, NaN not among them."""
-        raise NotImplementedError
+        return random_weight(rows, cols, density, self.dtype, kind=kind, seed=seed)
 
     def for_products(self, rows: int, cols: int, density: float = 0.5, *, rare: float = 0.005, seed: int = 0) -> Source:
         """The same without what overflows, and without denormals."""
@@ -170,11 +177,6 @@ class Tile(Codec):
     format = "tile"
     head, quick = 21, 300_000
     sizes = ((0.1, 0, 0.44), (0.3, 0, 0.85), (0.5, 0, 1.25), (0.7, 0, 1.63))
-
-    def source(
-        self, rows: int, cols: int, density: float = 0.5, *, rare: float = 0.0, kind: str = "uniform", seed: int = 0
-    ) -> Tensor:
-        return random_weight(rows, cols, density, self.dtype, kind=kind, seed=seed)
 
     def bytes_of(self, source: Tensor) -> Bytes:
         data, offsets = reference.tile_pack(source)
@@ -419,6 +421,9 @@ class OfCodes(Codec):
 
     kinds = (0, 1)
 
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}-{codes.KINDS[self.kind]}"
+
     def source(
         self, rows: int, cols: int, density: float = 0.5, *, rare: float = 0.0, kind: str = "uniform", seed: int = 0
     ) -> tuple[Tensor, Tensor]:
@@ -520,6 +525,67 @@ class Sparse8(OfCodes):
 DESCRIPTORS = {kind.format: kind for kind in (Tile, Sparse11, Dense12, Dense8, Sparse8)}
 EVERY = tuple(kind(dtype, of) for kind in DESCRIPTORS.values() for dtype in HALVES for of in kind.kinds)
 CODECS = tuple(codec for codec in EVERY if (codec.dtype == torch.float16) == (codec.format == "tile"))
+
+
+class Rows(Codec):
+    """Whose sums are in float32 for one token, and for more perhaps torch's."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        kinds = self.weight_type.device_types
+        return tuple(kind for kind in kinds if kind == "cpu" or self.dtype != torch.float32)
+
+    def refused(self, made: Any) -> Faults:
+        yield from ()
+
+    def assert_close(self, y: Tensor, source: Source, x: Tensor, bias: Tensor | None = None) -> None:
+        close = assert_close_spmv if self.keys or x.shape[:-1].numel() == 1 else assert_close_library
+        close(y, source, x, bias)
+
+
+class Macko(Rows):
+    """Kinds are the bits of its deltas."""
+
+    format = "macko"
+    kinds = (2, 4, 8)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}-{self.kind}"
+
+    def packed(self, source: Tensor, device: str = "cuda", **options: int) -> Any:
+        return super().packed(source, device, delta_bits=self.kind)
+
+
+class Bitmap(Rows):
+    format = "bitmap"
+
+
+class Ec(Rows):
+    format = "ec"
+
+
+class Sell(Rows):
+    format = "sell"
+
+
+class Stream(Sell):
+    """Of several tokens from the packed stream too, however many there are."""
+
+    keys = "stream_tokens=1000000"
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}-stream"
+
+
+#: Each of them in every dtype; and in one.
+EVERY_ROWS = tuple(
+    kind(dtype, of)
+    for kind in (Macko, Bitmap, Ec, Sell, Stream)
+    for dtype in CPU_DTYPES
+    for of in kind.kinds
+    if dtype in FORMATS[kind.format].dtypes
+)
+ROWS = tuple(codec for codec in EVERY_ROWS if codec.dtype == torch.float16 and codec.kind in (0, 4))
 
 
 @functools.lru_cache(maxsize=64)

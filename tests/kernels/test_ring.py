@@ -68,8 +68,8 @@ int check(int64_t row_blocks, int64_t slabs, int64_t tokens, int widest, int sms
     return check_shares(&p, &s);
 }
 """
-#: What a block may have: GPUs of 8.6, 8.9 and 12; of 8.0; of 9.0 and 10.0.
-SHARED = {99: 101376, 163: 166912, 227: 232448}
+#: What a block may have: by MACKO_PLAN; GPUs of 8.6, 8.9 and 12; of 8.0; of 9.0 and 10.0.
+SHARED = {70: 71680, 99: 101376, 163: 166912, 227: 232448}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_every_slab_is_multiplied_once_and_every_sum_is_taken(check: Any, shared
     shapes = [(1, 1), (1, 64), (2, 3), (16, 16), (48, 12), (64, 16), (80, 20), (64, 43), (172, 16), (448, 32), (300, 1)]
     for row_blocks, slabs in shapes:
         for tokens in (1, 8, 9, 16, 17, 33, 64, 65, 128, 512, 5000):
-            for widest in (21, 91, 160, 193, 277):  # from sparse8 at its least to tile at its most
+            for widest in (0, 21, 91, 160, 193, 277):  # no slabs; from sparse8 at its least to tile at its most
                 for sms in (2, 48, 82, 108, 128, 132, 170):
                     for pairs in (False, True):
                         sizes = (row_blocks, slabs, tokens, widest, sms, SHARED[shared], pairs)
@@ -115,5 +115,6 @@ def test_the_shape_for_each_size_of_shared_memory(check: Any) -> None:
     assert [found(163, n, dense12, False) for n in (8, 16, 32, 64)] == [(4, wide), (4, wide), (3, wide), (2, wide)]
     assert [found(227, n, tile, True) for n in (8, 16, 32, 64)] == [(2, pairs)] * 4
     assert [found(227, n, dense12, False) for n in (8, 16, 32, 64)] == [(4, wide)] * 3 + [(3, wide)]
+    assert found(70, 64, 0, False) == (2, halves)  # of a matrix without slabs
     assert found(99, 64, 277, True) == (0, -1)
     assert found(99, 8, 277, True) == (2, wide)

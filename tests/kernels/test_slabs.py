@@ -18,12 +18,9 @@ from macko.weights import FORMATS, MackoWeight, SlabWeight
 from tests.common import (
     MASKS,
     Plan,
-    assert_graph_of_layers,
-    assert_other_tensors_are_refused,
     assert_same_bits,
     devices,
     each_token,
-    needs_capture,
 )
 from tests.kernels.codecs import (
     CODECS,
@@ -418,51 +415,6 @@ def test_inf_of_a_token_is_inf_or_times_a_zero_nan(device: str, tokens: int, cod
 
 @each_codec
 @each_device
-@pytest.mark.parametrize("tokens", [1, 8, 9, 64, 65, 300])
-def test_a_token_does_not_depend_on_the_others(device: str, tokens: int, codec: Codec) -> None:
-    made, x = codec.packed(codec.for_products(300, 704), device), codec.x(tokens, 704).to(device)
-    alone, touched = made.linear(x), sorted({tokens // 2, tokens // 3})
-    x[touched[0]], x[touched[-1], 17] = float("inf"), float("nan")
-    y, kept = made.linear(x), [token for token in range(tokens) if token not in touched]
-    assert y[touched[-1]].isnan().all()
-    assert_same_bits(y[kept], alone[kept])
-
-
-@each_codec
-@each_device
-def test_x_and_bias_of_any_stride_and_alignment(device: str, codec: Codec) -> None:
-    for cols in (512, 500):
-        source, long = codec.for_products(130, cols), codec.x(5, 2 * cols + 8)
-        made, on_device = codec.packed(source, device), long.to(device)
-        for view in (
-            lambda t, n=cols: t.reshape(-1)[1 : 1 + 4 * n].view(4, n),
-            lambda t, n=cols: t[:, :n],
-            lambda t, n=cols: t[:, 1 : 1 + 2 * n : 2],
-            lambda t, n=cols: t[:1, 8 : 8 + n],
-            lambda t, n=cols: t[:1, 1 : 1 + n],
-            lambda t, n=cols: t[0, 3 : 3 + n],
-            lambda t, n=cols: t.t()[:n, :3].t(),
-            lambda t, n=cols: t[:4, :n].view(2, 2, n).transpose(0, 1),
-            lambda t, n=cols: t[:1, :n].expand(7, n),
-        ):
-            codec.assert_close(made.linear(view(on_device)), source, view(long))
-        bias = codec.x(260)
-        y = made.linear(on_device[:, :cols], bias.to(device)[::2])
-        codec.assert_close(y, source, long[:, :cols], bias[::2])
-
-
-@each_codec
-@each_device
-@pytest.mark.parametrize("tokens", [(), (1,), (1, 1), (3,), (2, 5), (0,), (2, 0, 3)])
-def test_leading_shapes(device: str, tokens: tuple[int, ...], codec: Codec) -> None:
-    source, x, bias = codec.for_products(96, 200), codec.x(*tokens, 200), codec.x(96, seed=3)
-    y = codec.packed(source, device).linear(x.to(device), bias.to(device))
-    assert y.shape == (*tokens, 96)
-    codec.assert_close(y, source, x, bias)
-
-
-@each_codec
-@each_device
 @pytest.mark.parametrize("tokens", [0, 1, 3, 16, 32, 33, 64, 65, 300])
 @pytest.mark.parametrize("part_rows", PARTS)
 def test_parts(device: str, tokens: int, part_rows: tuple[int, ...], codec: Codec) -> None:
@@ -489,74 +441,6 @@ def test_large_shapes(rows: int, cols: int, codec: Codec) -> None:
     made = codec.packed(source)
     for count in (1, 4, 16, 64, 300, 700):
         codec.assert_close(made.linear(x[:count].cuda()), source, x[:count])
-
-
-@each_codec
-@each_device
-@pytest.mark.parametrize("tokens", [(), (2,), (80,)])
-def test_gradients_of_x_and_bias(device: str, tokens: tuple[int, ...], codec: Codec) -> None:
-    source = codec.for_products(48, 64, rare=0.0)
-    made, w = codec.packed(source, device), codec.dense(source).to(device)
-    x, grad = codec.x(*tokens, 64).to(device).requires_grad_(), codec.x(*tokens, 48, seed=2).to(device)
-    bias = torch.zeros(48, dtype=codec.dtype, device=device, requires_grad=True)
-    (made.linear(x, bias) * grad).sum().backward()
-    torch.testing.assert_close(x.grad, grad @ w)
-    torch.testing.assert_close(bias.grad, grad.reshape(-1, 48).sum(0))
-    x.grad = None
-    (made.linear(x) * grad).sum().backward()
-    torch.testing.assert_close(x.grad, grad @ w)
-
-
-@pytest.mark.slow
-@each_codec
-@each_device
-def test_opcheck(device: str, codec: Codec) -> None:
-    made, op = codec.packed(codec.for_products(70, 130, rare=0.0), device), torch.ops.macko
-    x, bias = codec.x(2, 3, 130).to(device), codec.x(70).to(device)
-    torch.library.opcheck(op.dense, made.packed)
-    torch.library.opcheck(op.check, made.packed)
-    for given_x in (x, x.clone().requires_grad_()):
-        torch.library.opcheck(op.linear, (given_x, *made.packed, bias))
-        torch.library.opcheck(op.linear, (given_x, *made.packed))
-    for part_rows in ((64, 6), (6, 64), (70,)):
-        torch.library.opcheck(op.linear_parts, (x, *made.packed, part_rows))
-
-
-@pytest.mark.gpu
-@needs_capture
-@each_codec
-@pytest.mark.parametrize("tokens", [1, 5, 40, 64, 300, 600])
-def test_graph_of_layers(tokens: int, codec: Codec) -> None:
-    layers = [codec.packed(codec.for_products(512, 512, seed=seed)) for seed in range(8)]
-    assert_graph_of_layers(layers, codec.x(tokens, 512).cuda(), codec.x(512).cuda(), bare=3)
-
-
-@each_codec
-@each_device
-def test_compiles_once_for_every_number_of_tokens(device: str, codec: Codec) -> None:
-    made, bias = codec.packed(codec.for_products(96, 128, rare=0.0), device), codec.x(96).to(device)
-    graphs = []
-
-    def count(graph: torch.fx.GraphModule, inputs: list) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(lambda x: made.linear(x, bias), fullgraph=True, dynamic=True, backend=count)
-    for tokens in (2, 3, 8, 17, 64, 300):
-        x = codec.x(tokens, 128).to(device)
-        assert_same_bits(compiled(x), made.linear(x, bias))
-    assert len(graphs) == 1
-
-
-@pytest.mark.gpu
-@each_codec
-def test_side_stream(codec: Codec) -> None:
-    source, x = codec.for_products(256, 1024), codec.x(4, 1024)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        y = codec.packed(source).linear(x.cuda())
-    stream.synchronize()
-    codec.assert_close(y, source, x)
 
 
 # What comes from outside.
@@ -609,13 +493,3 @@ def test_bytes_of_any_kind_are_checked(codec: Codec, more: list[int], seed: int,
         assert int(torch.ops.macko.check(*made.packed)[0])
     except RuntimeError as error:  # of another size than the header says
         assert "macko::" in str(error)  # noqa: PT017
-
-
-@each_codec
-@each_device
-def test_errors_name_the_argument(device: str, codec: Codec) -> None:
-    made = codec.packed(codec.for_products(30, 50, rare=0.0), device)
-    x = assert_other_tensors_are_refused(made)
-    for message, broken in codec.refused(made):
-        with pytest.raises(RuntimeError, match=message):
-            broken.linear(x)

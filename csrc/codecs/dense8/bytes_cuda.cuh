@@ -1,4 +1,4 @@
-// What packing and unpacking on CUDA do with single bytes (bytes.h).
+// What packing on CUDA does with single bytes (bytes.h).
 #pragma once
 
 #include "../../slab/slices.cuh"

@@ -12,7 +12,7 @@
 namespace macko {
 
 // Not volatile, so that the compiler may move it; its address comes from a load behind the pipeline's barrier.
-// LAST: of a stream's last group, of which what is missing may lie behind the slab, and is dropped. tools/sanitize.py knows
+// LAST: of a stream's last group, of which what is missing may lie behind the slab, and is dropped. verify/sanitize.py knows
 // these loads by that.
 template <bool LAST = false>
 __device__ __forceinline__ uint32_t load_value(uint32_t at) {

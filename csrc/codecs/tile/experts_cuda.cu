@@ -1,0 +1,6 @@
+// The kernel for stacks of experts, of tile.
+#include "../../slab/experts_kernel.cuh"
+#include "codec.cuh"
+
+template cudaError_t macko::slab_experts(const macko_tile_matrix &, const slab_experts_product &,
+                                         const macko_experts_plan &, void *);

@@ -1,0 +1,27 @@
+// Products of a stack of experts' matrices in slabs, on CUDA. Each codec has this function for its macko_NAME_matrix, in
+// experts_cuda.cu.
+#pragma once
+
+#include "../core/device.h"
+#include "experts_plan.h"
+
+namespace macko {
+
+// Of rows ends[e - 1] up to ends[e] of x [tokens, cols] the products with expert e, y [tokens, rows]; rows behind the last
+// end are zeros. Expert e has the rows [64 row_blocks e, + rows) of the matrix. ends [experts] is int32 and rises; what does
+// not gives other sums, and nothing outside of y is written. x as in slab_product.
+struct slab_experts_product {
+    int64_t tokens, experts, rows;
+    const void *x;
+    int64_t x_stride;
+    const int32_t *ends;
+    void *y;
+    cudaStream_t stream;
+};
+
+// One launch, the same bits at every run; those of a token depend on no other one. workspace: of plan.workspace_bytes.
+template <class MATRIX>
+cudaError_t slab_experts(const MATRIX &m, const slab_experts_product &p, const macko_experts_plan &plan,
+                         void *workspace);
+
+} // namespace macko

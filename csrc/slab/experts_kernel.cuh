@@ -1,0 +1,328 @@
+// The kernel for stacks of experts, on any GPU from compute capability 8.0 on: ring_kernel.cuh's product with other work.
+//
+//     item    an expert, some of its tokens (a tile, which is consecutive rows of x), a row block. Items of a row block
+//             follow each other, so that its slabs come from L2 when another tile of tokens takes them
+//     unit    an item, or one of `ways` parts of its columns. Block b takes units b, b + blocks, ...: how many there are
+//             it works out from `ends`, which only the device knows. The parts of an item are at neighbouring blocks at
+//             the same time; the last adds the sums of those before it, whose blocks were started earlier
+//     stage   | slab | x: [token][256 columns] | as in ring_kernel.cuh, in one ring that goes on over the ends of units
+//
+// Tiles are of 16, 32 or 64 tokens with the same sums for each token, so its bits do not depend on the others.
+#pragma once
+
+#include "experts.h"
+#include "ring_kernel.cuh"
+
+namespace macko {
+namespace {
+
+template <class CODEC>
+struct experts_task {
+    ring_task<CODEC> ring; // the weight, x and stages
+    const int32_t *ends;
+    typename CODEC::T *y;
+    float4 *partials; // [item][way but the last][eight of tokens][128 threads of a group]
+    uint64_t *flags;  // [item][way but the last]
+    int64_t tokens, rows;
+    int experts, row_blocks, slabs, ways, items; // items: at most
+};
+
+// The units of a block, and the slabs of each.
+template <int TOKENS>
+struct experts_walk {
+    const int *firsts, *tiles; // of experts: the first token, tiles before its own; behind the last their ends
+    int row_blocks, slabs, ways, units;
+    int unit, expert = 0;
+    int row_block, first, tokens; // of the item
+    int slab, end;                // of the unit
+
+    __device__ __forceinline__ int item() const {
+        return unit / ways;
+    }
+    __device__ __forceinline__ int way() const {
+        return unit % ways;
+    }
+    // Finds where the unit is; false: there is none.
+    __device__ __forceinline__ bool open() {
+        if (unit >= units) return false;
+        while (tiles[expert + 1] * row_blocks <= item()) expert++;
+        const int of_expert = item() - tiles[expert] * row_blocks, count = tiles[expert + 1] - tiles[expert];
+        const int tile = of_expert % count;
+        row_block = of_expert / count;
+        first = firsts[expert] + tile * TOKENS;
+        tokens = min(TOKENS, firsts[expert + 1] - first);
+        slab = way() * slabs / ways;
+        end = (way() + 1) * slabs / ways;
+        return true;
+    }
+    __device__ __forceinline__ bool open_next() {
+        unit += gridDim.x;
+        return open();
+    }
+    __device__ __forceinline__ bool advance() {
+        return ++slab < end || open_next();
+    }
+    // Of the whole matrix.
+    __device__ __forceinline__ int64_t slab_of_all() const {
+        return ((int64_t)expert * row_blocks + row_block) * slabs + slab;
+    }
+};
+
+// firsts and tiles of all experts, by the whole block. sums: a word a warp.
+template <class CODEC, class SHAPE>
+__device__ __forceinline__ void experts_count(const experts_task<CODEC> &task, int *firsts, int *tiles, int *sums) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const auto end_of = [&](int expert) {
+        return expert < 0 ? 0 : min(max(task.ends[expert], 0), (int)task.tokens);
+    };
+    int before = 0;
+    for (int begin = 0; begin < task.experts; begin += SHAPE::THREADS) {
+        const int expert = begin + threadIdx.x;
+        int first = 0, count = 0;
+        if (expert < task.experts) {
+            first = end_of(expert - 1);
+            count = (max(end_of(expert) - first, 0) + SHAPE::TOKENS - 1) / SHAPE::TOKENS;
+        }
+        const int sum = warp_inclusive_sum(count);
+        if (lane == WARP - 1) sums[warp] = sum;
+        __syncthreads();
+        int all = before, own = before;
+        for (int other = 0; other < SHAPE::THREADS / WARP; other++) {
+            if (other == warp) own = all;
+            all += sums[other];
+        }
+        if (expert < task.experts) {
+            firsts[expert] = first;
+            tiles[expert] = own + sum - count;
+        }
+        before = all;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        firsts[task.experts] = end_of(task.experts - 1);
+        tiles[task.experts] = before;
+    }
+    __syncthreads();
+}
+
+// What a thread fetches: slabs and their tokens, a stage after the other.
+template <class CODEC, class SHAPE>
+struct experts_fetch {
+    const ring_task<CODEC> &task;
+    experts_walk<SHAPE::TOKENS> ahead;
+    bool more;
+    uint32_t ring, ring_end, to; // to: the stage
+    int from, units;             // of the slab
+    uint32_t x_to;               // where a thread's first chunk of x goes in a stage
+
+    __device__ __forceinline__ experts_fetch(const ring_task<CODEC> &task, const experts_walk<SHAPE::TOKENS> &walk,
+                                             uint32_t base)
+        : task(task), ahead(walk), ring(base), to(base) {
+        ring_end = ring + task.stages * task.stage_bytes;
+        const uint32_t chunk = threadIdx.x % WARP, token = threadIdx.x / WARP; // a warp copies a token's columns
+        x_to = held(task.x_at + token * SHAPE::X_ROW + ((chunk & ~7u) | ((chunk ^ token) & 7)) * 16);
+        more = ahead.open();
+        look_up();
+    }
+    __device__ __forceinline__ void look_up() {
+        units = task.slab_units;
+        if (CODEC::SAME_SIZE || !more) return;
+        const int32_t *offset = task.offsets + ahead.slab_of_all();
+        from = offset[0];
+        units = offset[1] - from;
+    }
+    __device__ __forceinline__ void slab() const {
+        constexpr int STEP = SHAPE::THREADS * 16, UNROLLED = 4;
+        const int64_t unit = CODEC::SAME_SIZE ? ahead.slab_of_all() * task.slab_units : from;
+        const int at = threadIdx.x * 16, bytes = units * MACKO_SLAB_UNIT - at;
+        const uint8_t *source = task.data + unit * MACKO_SLAB_UNIT + at;
+#pragma unroll 1
+        for (int i = 0; i < bytes; i += UNROLLED * STEP)
+#pragma unroll
+            for (int k = 0; k < UNROLLED; k++)
+                if (k == 0 || i + k * STEP < bytes)
+                    copy_async_ahead(to + at + i + k * STEP, source + i + k * STEP);
+    }
+    // Tokens that are not there stay what they are: their sums are not stored.
+    __device__ __forceinline__ void tokens_of_slab() const {
+        const int token = threadIdx.x / WARP, col = ahead.slab * MACKO_SLAB_COLS + threadIdx.x % WARP * 8;
+        const int bytes = max(0, min(16, (task.cols - col) * 2));
+        const uint16_t *row = task.x + (int64_t)(ahead.first + token) * task.x_stride + (bytes ? col : 0);
+#pragma unroll
+        for (int other = 0; other < SHAPE::TOKENS; other += SHAPE::RING_WARPS)
+            if (token + other < ahead.tokens)
+                copy_async_some(to + x_to + other * SHAPE::X_ROW, row + other * task.x_stride, bytes);
+    }
+    __device__ __forceinline__ void stage() {
+        if (more) {
+            slab();
+            tokens_of_slab();
+        }
+        commit_copies();
+        more = more && ahead.advance();
+        to += task.stage_bytes;
+        if (to == ring_end) to = ring;
+        look_up();
+    }
+};
+
+// Sums that the blocks of an item exchange through device memory.
+template <class CODEC, class SHAPE>
+struct experts_exchange {
+    const experts_task<CODEC> &task;
+    int64_t first; // of the item's givers
+
+    __device__ __forceinline__ float4 *of(int way, int eight) const {
+        return task.partials + ((first + way) * SHAPE::EIGHTS + eight) * SHAPE::GROUP_THREADS +
+               threadIdx.x % SHAPE::GROUP_THREADS;
+    }
+    __device__ __forceinline__ void give(ring_product<CODEC, SHAPE> &product, int way, int group, int tokens) const {
+        product.own(group, tokens,
+                    [&](int eight, const float *s) { *of(way, eight) = make_float4(s[0], s[1], s[2], s[3]); });
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0)
+            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(task.flags + first + way), "l"(task.ring.epoch)
+                         : "memory");
+    }
+    __device__ __forceinline__ void take(ring_product<CODEC, SHAPE> &product, int group, int tokens) const {
+        for (int way = 0; way < task.ways - 1; way++) {
+            uint64_t found;
+            do {
+                asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
+                             : "=l"(found)
+                             : "l"(task.flags + first + way)
+                             : "memory");
+            } while (found != task.ring.epoch);
+            product.own(group, tokens, [&](int eight, float (&s)[4]) { product.add(s, *of(way, eight)); });
+        }
+        __syncthreads();
+        if (threadIdx.x < task.ways - 1) task.flags[first + threadIdx.x] = 0; // a graph launches with the same epoch
+    }
+};
+
+// Four sums of a thread of a group: two rows, two tokens. eight: of the item's tokens.
+template <class CODEC, int TOKENS>
+__device__ __forceinline__ void experts_store(const experts_task<CODEC> &task, const experts_walk<TOKENS> &here,
+                                              int eight, int thread, const float (&sum)[4]) {
+    const int row = here.row_block * MACKO_SLAB_ROWS + thread / WARP * 16 + thread % WARP / 4;
+    const int token = eight * 8 + thread % 4 * 2;
+    typename CODEC::T *y = task.y + (int64_t)(here.first + token) * task.rows + row;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+        if (row + k * 8 >= task.rows) continue;
+        float scale = 1;
+        if constexpr (CODEC::SCALED) {
+            const int64_t of_all = (int64_t)here.expert * task.row_blocks * MACKO_SLAB_ROWS + row + k * 8;
+            scale = task.ring.weights.scales[of_all] * CODEC::FOLD;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (token + i < here.tokens)
+                y[i * task.rows + k * 8] = from_float<typename CODEC::T>(sum[2 * k + i] * scale);
+    }
+}
+
+template <class CODEC, class SHAPE>
+__global__ void __launch_bounds__(SHAPE::THREADS, 1)
+    slab_experts_kernel(const __grid_constant__ experts_task<CODEC> task) {
+#if __CUDA_ARCH__ >= 800
+    extern __shared__ __align__(1024) uint8_t shared[];
+    const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
+    const int group = warp / MACKO_SLAB_SLICES, slice = warp % MACKO_SLAB_SLICES,
+              thread = threadIdx.x % SHAPE::GROUP_THREADS;
+    const ring_task<CODEC> &ring = task.ring;
+    float4 *const meeting = (float4 *)(shared + ring.stages * ring.stage_bytes);
+    int *const firsts = (int *)(meeting + (SHAPE::GROUPS - 1) * SHAPE::AT_ONCE * SHAPE::GROUP_THREADS),
+               *const tiles = firsts + task.experts + 1, *const warp_sums = tiles + task.experts + 1;
+    experts_count<CODEC, SHAPE>(task, firsts, tiles, warp_sums);
+    const int64_t stored = (int64_t)firsts[task.experts] * task.rows, all = task.tokens * task.rows;
+    for (int64_t i = stored + blockIdx.x * SHAPE::THREADS + threadIdx.x; i < all; i += gridDim.x * SHAPE::THREADS)
+        task.y[i] = from_float<typename CODEC::T>(0);
+
+    // No more than there is memory for, whatever `ends` has.
+    const int units = min(tiles[task.experts] * task.row_blocks, task.items) * task.ways;
+    experts_walk<SHAPE::TOKENS> here{firsts, tiles, task.row_blocks, task.slabs, task.ways, units, (int)blockIdx.x};
+    experts_fetch<CODEC, SHAPE> fetch(ring, here, shared_address(shared));
+    for (int stage = 0; stage + 1 < ring.stages; stage++) fetch.stage();
+
+    ring_product<CODEC, SHAPE> product(ring, group, slice, lane, 0);
+    uint32_t stage = fetch.ring;
+    for (bool more = here.open(); more; more = here.open_next()) {
+        product.clear();
+#pragma unroll 1
+        for (int left = here.end - here.slab; left; left--) {
+            wait_for_copies(ring.stages - 2);
+            named_barrier_sync(1, SHAPE::THREADS);
+            fetch.stage();
+            product.stage(stage);
+            stage += ring.stage_bytes;
+            if (stage == fetch.ring_end) stage = fetch.ring;
+        }
+        product.meet(meeting, group, thread); // what it has of the unit before is read: a stage's barrier lies between
+        const experts_exchange<CODEC, SHAPE> exchange{task, (int64_t)here.item() * (task.ways - 1)};
+        if (here.way() < task.ways - 1) {
+            exchange.give(product, here.way(), group, here.tokens);
+            continue;
+        }
+        if (task.ways > 1) exchange.take(product, group, here.tokens);
+        product.own(group, here.tokens, [&](int eight, const float (&s)[4]) {
+            experts_store(task, here, eight, thread, s);
+        });
+    }
+    wait_copies<0>();
+#endif
+}
+
+template <class CODEC, int TOKENS>
+cudaError_t launch_experts(const experts_task<CODEC> &task, const macko_experts_plan &plan, const device_info &device,
+                           cudaStream_t stream) {
+    using SHAPE = ring_shape<TOKENS, false, false>;
+    constexpr auto kernel = slab_experts_kernel<CODEC, SHAPE>;
+    if (const cudaError_t error = allow_all_shared_memory<kernel>(device, 100)) return error;
+    kernel<<<plan.blocks, SHAPE::THREADS, plan.shared_bytes, stream>>>(task);
+    return cudaGetLastError();
+}
+
+template <class CODEC>
+cudaError_t multiply_experts(const slab_weight<CODEC> &w, const slab_experts_product &p, const macko_experts_plan &plan,
+                             void *workspace) {
+    device_info device;
+    if (const cudaError_t error = current_device(&device)) return error;
+    experts_task<CODEC> task{};
+    task.ring.data = w.data;
+    task.ring.offsets = w.offsets;
+    task.ring.x = (const uint16_t *)p.x;
+    task.ring.x_stride = p.x_stride;
+    task.ring.epoch = ++ring_launches * 0x9e3779b97f4a7c15ull; // as of multiply_ring
+    task.ring.cols = (int)w.cols;
+    task.ring.slab_units = w.widest;
+    task.ring.stages = plan.stages;
+    task.ring.stage_bytes = plan.stage_bytes;
+    task.ring.x_at = plan.x_at;
+    task.ring.weights = w.constants;
+    task.ends = p.ends;
+    task.y = (typename CODEC::T *)p.y;
+    task.partials = (float4 *)workspace;
+    task.flags = (uint64_t *)((uint8_t *)workspace + plan.items * (plan.ways - 1) * plan.tile * MACKO_SLAB_ROWS * 4);
+    task.tokens = p.tokens;
+    task.rows = p.rows;
+    task.experts = (int)p.experts;
+    task.row_blocks = (int)macko_slab_row_blocks(p.rows);
+    task.slabs = (int)macko_slabs_across(w.cols);
+    task.ways = plan.ways;
+    task.items = (int)plan.items;
+    return for_constant<16, 32, 64>(plan.tile, [&](auto tokens) {
+        return launch_experts<CODEC, decltype(tokens)::value>(task, plan, device, p.stream);
+    });
+}
+
+} // namespace
+
+template <class MATRIX>
+cudaError_t slab_experts(const MATRIX &m, const slab_experts_product &p, const macko_experts_plan &plan,
+                         void *workspace) {
+    return with_weight(m, [&](const auto &weight) { return multiply_experts(weight, p, plan, workspace); });
+}
+
+} // namespace macko

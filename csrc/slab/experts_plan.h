@@ -1,0 +1,92 @@
+/*
+ * How the kernel of experts (experts_kernel.cuh) takes a stack of matrices in slabs: one matrix of
+ * [experts * row_blocks * 64, cols], of which the row blocks of expert e follow those of e - 1. By sizes alone, so that a
+ * CUDA graph holds for any routing: pure functions, without CUDA.
+ */
+#ifndef MACKO_SLAB_EXPERTS_PLAN_H
+#define MACKO_SLAB_EXPERTS_PLAN_H
+
+#include "ring_plan.h"
+
+enum {
+    MACKO_EXPERTS_LEAST_TOKENS = 16, /* of a tile of tokens: one kind of sums for all sizes, so bits are the same */
+    MACKO_EXPERTS_ACTIVE = 8,        /* experts that one token goes to, for the choice of ways; at most a quarter */
+    /* Mean tokens of an expert from which on dense rows and the library's grouped product take over. */
+    MACKO_EXPERTS_MANY = 96,
+};
+
+typedef struct macko_experts_problem {
+    int64_t experts, row_blocks, slabs; /* row blocks of an expert, slabs of a row block */
+    int64_t tokens;                     /* rows of x, of all experts */
+    int widest;                         /* units of the largest slab */
+    int sms, shared_bytes;
+} macko_experts_problem;
+
+typedef struct macko_experts_plan {
+    int tile; /* tokens of an item: 16, 32 or 64 */
+    int ways; /* blocks that share an item, each with a part of its columns; the last adds the sums up */
+    int blocks;
+    int stages, x_at, stage_bytes, shared_bytes;
+    int64_t items;           /* at most: of a tile of an expert's tokens and a row block each */
+    int64_t workspace_bytes; /* of device memory, with any content */
+} macko_experts_plan;
+
+/* Of one token, by shape: bits of a token must not depend on what others there are. */
+MACKO_SLAB_FN int macko_experts_ways(const macko_experts_problem *p) {
+    int64_t active = p->experts / 4 < 1 ? 1 : p->experts / 4;
+    if (active > MACKO_EXPERTS_ACTIVE) active = MACKO_EXPERTS_ACTIVE;
+    int best = 1;
+    double best_share = 0;
+    for (int ways = 1; ways <= 4 && (ways == 1 || 2 * ways <= p->slabs); ways *= 2) {
+        const int64_t units = active * p->row_blocks * ways, rounds = (units + p->sms - 1) / p->sms;
+        const double share = (double)units / (double)(rounds * p->sms);
+        if (share <= best_share * 1.1) continue; /* what an exchange of sums costs */
+        best = ways;
+        best_share = share;
+    }
+    return best;
+}
+
+/* Shared memory besides stages: sums that meet, of each expert two numbers, of each warp one. */
+MACKO_SLAB_FN int64_t macko_experts_besides(int64_t experts) {
+    return 3 * 2 * MACKO_RING_SUMS_BYTES + (2 * (experts + 1) + MACKO_RING_WARPS) * 4;
+}
+
+/* The plan of a launch that writes nothing but the zeros of rows that are no expert's. */
+MACKO_SLAB_FN macko_experts_plan macko_experts_plan_of_zeros(const macko_experts_problem *p) {
+    const macko_experts_plan plan = {.tile = MACKO_EXPERTS_LEAST_TOKENS,
+                                     .ways = 1,
+                                     .blocks = p->sms,
+                                     .shared_bytes = (int)macko_experts_besides(p->experts)};
+    return plan;
+}
+
+/* false: two stages do not fit into shared memory. */
+MACKO_SLAB_FN bool macko_experts_plan_of(const macko_experts_problem *p, macko_experts_plan *plan) {
+    /* A tile holds what most experts have: half as many again as their mean, of which there are no more than tokens. */
+    int64_t wanted = (p->tokens * 3 + 2 * p->experts - 1) / (2 * p->experts);
+    if (wanted > p->tokens) wanted = p->tokens;
+    int tile = MACKO_EXPERTS_LEAST_TOKENS;
+    while (tile < wanted && tile < MACKO_RING_MOST_TOKENS) tile *= 2;
+    for (;; tile /= 2) {
+        const int64_t besides = macko_experts_besides(p->experts);
+        plan->tile = tile;
+        plan->x_at = p->widest * MACKO_SLAB_UNIT;
+        plan->stage_bytes = plan->x_at + tile * MACKO_SLAB_COLS * 2;
+        const int64_t fit = (p->shared_bytes - besides) / plan->stage_bytes;
+        plan->stages = (int)(fit < MACKO_RING_MOST_STAGES ? fit : MACKO_RING_MOST_STAGES);
+        plan->shared_bytes = (int)(plan->stages * plan->stage_bytes + besides);
+        if (plan->stages >= 2) break;
+        if (tile == MACKO_EXPERTS_LEAST_TOKENS) return false;
+    }
+    plan->ways = macko_experts_ways(p);
+    plan->blocks = p->sms / plan->ways * plan->ways;
+    const int64_t touched = p->tokens < p->experts ? p->tokens : p->experts;
+    plan->items = (touched + p->tokens / tile) * p->row_blocks;
+    if (plan->items * plan->ways < plan->blocks) plan->blocks = (int)(plan->items * plan->ways);
+    const int64_t sums = (int64_t)tile * MACKO_SLAB_ROWS * 4, givers = plan->ways - 1;
+    plan->workspace_bytes = plan->items * givers * (sums + 8);
+    return plan->items * plan->ways <= INT32_MAX;
+}
+
+#endif

@@ -1,0 +1,180 @@
+"""Folders of transformers from dense to twelve bits a weight, and back, file by file: no model is built, no GPU asked.
+
+Beside the tensors each file keeps, under "crc32" in its metadata, the checksum of each weight that was packed, by which
+the way back shows that every bit is there. (SHA-256 would take longer than packing.)
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from ..files import Checkpoint, join, version_of
+from ..nn.find import find_linears
+from ..weights import Planes12Weight, saved_as
+from .saving import is_own_card
+from .transformers import class_of, readable
+
+
+def float32_weights(source: Path) -> tuple[int, int]:
+    """How many weights a folder has in float32, and how many are no bfloat16 numbers; 0 where no matrix is float32."""
+    count = rounded = matrices = 0
+    with Checkpoint(source) as file:
+        for name in file:
+            tensor = file[name]
+            if tensor.dtype == torch.float32:
+                matrices += tensor.dim() == 2
+                count += tensor.numel()
+                rounded += int((tensor.view(torch.int32) & 0xFFFF).count_nonzero())
+    return (count, rounded) if matrices else (0, 0)
+
+
+def pack_folder(source: Path, target: Path, ignore: Sequence[str], rounds: bool = False) -> dict[str, Any]:
+    """Writes the weights of a dense folder with its linear layers in planes, and config.json.
+
+    At a time it has one file's tensors in memory. With `rounds` those in float32 become bfloat16 first. A layer stays
+    dense that is tied, ignored, of another dtype than bfloat16 and float16, or would not become smaller; one whose name
+    transformers changes when it loads it, too.
+
+    Returns:
+        What config.json says of each packed layer.
+
+    Raises:
+        ValueError: transformers does not know the model, or no layer would become smaller.
+    """
+    layers: dict[str, Any] = {}
+    with readable(source), Checkpoint(source) as file:
+        names = _weights_of_layers(source, file, ignore)
+        written = _Writer(target)
+        for path, keys in file.by_file():
+            tensors: dict[str, Tensor] = {}
+            sums: dict[str, int] = {}
+            for key in keys:
+                tensor = file[key]
+                if rounds and tensor.dtype == torch.float32:
+                    tensor = tensor.bfloat16()
+                packed = _planes(tensor) if key in names else None
+                if packed is None:
+                    tensors[key] = tensor
+                    continue
+                layer = key.rpartition(".")[0]
+                layers[layer] = packed.about()
+                tensors |= {join(layer, name): part for name, part in packed.tensors().items()}
+                tensors[key] = packed.empty_weight()
+                sums[key] = checksum(tensor)
+            name = path.with_suffix(".safetensors").name.replace("pytorch_model", "model")
+            written.add(name, tensors, {"crc32": json.dumps(sums)} if sums else {})
+        if not layers:
+            raise ValueError(f"{source} has no linear layer that would become smaller in 12 bits a weight")
+        about = {"quant_method": "macko", "version": version_of(layers), "layers": layers}
+        dtype = {"torch_dtype" if "torch_dtype" in file.config else "dtype": "bfloat16"} if rounds else {}
+        written.end({**file.config, **dtype, "quantization_config": about})
+    return layers
+
+
+def unpack_folder(source: Path, target: Path) -> tuple[int, int]:
+    """Writes the weights of a packed folder as the dense ones, and config.json.
+
+    Returns:
+        How many layers it had packed, and of how many a checksum in the files was that of the weight.
+
+    Raises:
+        ValueError: the folder has no packed layer, one of them is damaged, or not the weight that was packed.
+    """
+    proved = 0
+    with Checkpoint(source) as file:
+        if not file.layers:
+            raise ValueError(f"{source} has no layer that macko packed")
+        parts = {join(layer, name): layer for layer, about in file.layers.items() for name in saved_as(about)[2]}
+        written, done = _Writer(target), set[str]()
+        for path, keys in file.by_file():
+            tensors: dict[str, Tensor] = {}
+            for key in keys:
+                if key not in parts:
+                    tensors[key] = file[key]
+                elif (layer := parts[key]) not in done:
+                    done.add(layer)
+                    name = join(layer, "weight")
+                    tensors[name] = file.packed(layer).to_dense()
+                    wanted = file.checksums.get(name)
+                    if wanted not in (None, checksum(tensors[name])):
+                        raise ValueError(f"{source}: layer {layer} is not the weight that was packed: other bits")
+                    proved += wanted is not None
+            written.add(path.name, tensors)
+        if lost := sorted(set(file.layers) - done):
+            raise ValueError(f"{source}: there are no tensors of layer {lost[0]}")
+        written.end({key: value for key, value in file.config.items() if key != "quantization_config"})
+    card, before = source / "README.md", source / "README-dense.md"
+    if before.is_file():
+        (target / "README.md").write_bytes(before.read_bytes())
+    elif card.is_file() and not is_own_card(card):
+        (target / "README.md").write_bytes(card.read_bytes())
+    return len(done), proved
+
+
+def checksum(weight: Tensor) -> int:
+    """CRC-32 of a weight's bytes, row after row."""
+    return zlib.crc32(weight.contiguous().view(torch.uint8).numpy().data)
+
+
+def _planes(weight: Tensor) -> Planes12Weight | None:
+    """The weight in planes, where that is smaller, and dense12 holds it too."""
+    if weight.dtype not in Planes12Weight.dtypes or weight.dim() != 2:
+        return None
+    packed = Planes12Weight.from_dense(weight)
+    return packed if packed.nbytes < weight.nbytes and packed.is_held_packed(True) else None
+
+
+def _weights_of_layers(source: Path, file: Checkpoint, ignore: Sequence[str]) -> set[str]:
+    """Names in the files of weights of linear layers that from_pretrained finds under the very name."""
+    about, kind = class_of(source)
+    with torch.device("meta"):
+        model = kind(about)
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {*ties, *ties.values()}
+    found = {layer.name for layer in find_linears(model, ignore, None) if not (layer.left_out or layer.changed)}
+    found -= {name.removesuffix(".weight") for name in tied}
+    found = {name for name in found if type(model.get_submodule(name)) is nn.Linear}
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    prefix, state = model.base_model_prefix, model.state_dict()
+    names = set()
+    for key in file:
+        if key.endswith(".weight"):
+            there, converts = rename_source_key(key, renamings, converters, prefix, state)
+            same = there in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+            if same and converts is None and there.removesuffix(".weight") in found:
+                names.add(key)
+    return names
+
+
+class _Writer:
+    """The files of a folder, one after the other, and then its index and config.json."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.places: dict[str, str] = {}
+        self.size = 0
+        folder.mkdir(exist_ok=True)
+
+    def add(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+        if tensors:
+            save_file(tensors, self.folder / name, metadata={"format": "pt", **(metadata or {})})
+            self.places |= dict.fromkeys(tensors, name)
+            self.size += sum(tensor.nbytes for tensor in tensors.values())
+
+    def end(self, config: dict[str, Any]) -> None:
+        if {*self.places.values()} != {"model.safetensors"}:
+            about = {"metadata": {"total_size": self.size}, "weight_map": self.places}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2))
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))

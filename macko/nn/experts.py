@@ -1,0 +1,439 @@
+"""SparseExperts: the experts of a mixture, all of a projection packed as one stack of matrices."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..choose.auto import sparse11_of, too_many_listed
+from ..choose.options import Options
+from ..ops import linear_experts
+from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
+from .linear import SparseLinear, as_extra_state, autocast_dtype, unsupported, with_hooks
+
+#: What an experts module of transformers holds in three dimensions, in the order in which they are multiplied.
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+#: What transformers' use_experts_implementation notes on a module: then these say all that has to be known of it.
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+#: An expert begins at a row block of slabs.
+ROW_BLOCK = 64
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers 5 runs this dense module by its experts interface, whatever model it is of."""
+    flags = all(isinstance(getattr(module, name, None), bool) for name in FLAGS)
+    return flags and hasattr(module, "num_experts") and all(name in module._parameters for name in projections(module))
+
+
+def projections(experts: nn.Module) -> tuple[str, str]:
+    """The names of an experts module's weights."""
+    return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+
+
+def oriented(experts: nn.Module, name: str) -> Tensor:
+    """[experts, out, in] of a projection, whichever way the dense module holds it."""
+    weight = experts._parameters[name].detach()  # type: ignore[union-attr]
+    return weight.transpose(1, 2) if experts.is_transposed else weight
+
+
+# ---- One packed matrix of all experts --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Matrices [experts, rows, cols] as one packed matrix, each with its rows filled up to whole row blocks.
+
+    Attributes:
+        packed: [experts * filled rows, cols], in a format whose bytes are slabs.
+    """
+
+    packed: PackedWeight
+    experts: int
+    rows: int
+
+    @classmethod
+    def from_dense(cls, w: Tensor, options: Options) -> Stack:
+        """Packs w [experts, rows, cols] where it is.
+
+        Raises:
+            ValueError: the format is for single matrices, or does not hold these.
+        """
+        experts, rows, cols = w.shape
+        filled = nn.functional.pad(w, (0, 0, 0, -rows % ROW_BLOCK)).reshape(-1, cols)
+        return cls(_pack(filled, options), experts, rows)
+
+    @property
+    def filled_rows(self) -> int:
+        return self.packed.rows // max(1, self.experts)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.experts, self.rows, self.packed.cols
+
+    def to_dense(self) -> Tensor:
+        return self.packed.to_dense().view(self.experts, self.filled_rows, self.packed.cols)[:, : self.rows]
+
+
+def not_stacked(options: Options) -> str:
+    """Why experts are not packed in this format, or nothing."""
+    if options.in_bytes or options.format in ("dense8", "sparse8"):
+        return "experts are not rounded to 8 bits yet"
+    kind = FORMATS.get(options.format)
+    if kind is not None and not kind.stacks:
+        held = ", ".join(name for name, other in FORMATS.items() if other.stacks)
+        return f"{options.format} holds no stack of experts: {held} do"
+    return ""
+
+
+def _pack(w: Tensor, options: Options) -> PackedWeight:
+    if reason := not_stacked(options):
+        raise ValueError(reason)
+    kind = FORMATS.get(options.format)
+    try:
+        if kind is not None:
+            return kind.from_dense(w)
+        canonical = MackoWeight.smallest(w)
+    except RuntimeError as error:  # more entries than int32 counts
+        if "macko::" not in str(error):
+            raise
+        raise ValueError(str(error)) from None
+    shorter = sparse11_of(canonical) if options.values == "exact" else None
+    return TileWeight.from_macko(canonical) if shorter is None or too_many_listed(shorter) else shorter
+
+
+class PackedStack(nn.Module):
+    """The tensors of a Stack, so that the experts' module moves, copies and saves them as any.
+
+    They are persistent buffers, though not every file has them: when from_pretrained is done it puts empty memory in
+    the place of all others.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self._hold(stack)
+
+    def _hold(self, stack: Stack) -> None:
+        self._buffers.clear()
+        for name, tensor in stack.packed.tensors().items():
+            self.register_buffer(name, tensor)
+        self.kind, self.sizes = type(stack.packed), stack.packed.sizes()
+        self.experts, self.rows, self.header = stack.experts, stack.rows, tuple(stack.packed.header)
+
+    @property
+    def stack(self) -> Stack:
+        return Stack(self.kind(**self._buffers, **self.sizes), self.experts, self.rows)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Of rows ends[e - 1] up to ends[e] of x the products with expert e; of those behind the last end zeros."""
+        return linear_experts(x, list(self._buffers.values()), self.header, self.rows, ends)  # type: ignore[arg-type]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedStack:
+        packed = self.stack.packed
+        target = fn(torch.empty(0, dtype=packed.dtype, device=packed.device))
+        if reason := unsupported(target.dtype, target.device):
+            raise TypeError(f"SparseExperts: the weights cannot move: {reason}")
+        if target.dtype != packed.dtype:
+            if target.dtype not in packed.dtypes:
+                raise TypeError(f"SparseExperts: {packed.format} does not hold {target.dtype}: dequantize first")
+            dense = packed.to_dense().to(target.device, target.dtype)
+            self._hold(Stack(type(packed).from_dense(dense), self.experts, self.rows))
+        return super()._apply(fn, recurse)
+
+    def get_extra_state(self) -> Tensor:
+        about = {"format": self.kind.format, **self.sizes, "experts": self.experts, "expert_rows": self.rows}
+        return as_extra_state(about)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing: _load_from_state_dict has read it."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if not self.kind.saved_dense:  # else the experts' module saves the dense weight
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.kind.saved_dense:
+            return
+        local, strict, missing, unexpected, errors = args
+        extra = state_dict.get(f"{prefix}_extra_state")
+        try:
+            if extra is not None:
+                self._hold(self._loaded(state_dict, prefix, json.loads(bytes(extra.tolist()))))
+        except (LookupError, TypeError, ValueError) as error:
+            errors.append(f"{prefix}: {error}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, local, strict, missing, unexpected, errors)
+
+    def _loaded(self, state: dict[str, Any], prefix: str, about: dict[str, Any]) -> Stack:
+        """An empty stack of the sizes that a state says, once its content is looked at."""
+        experts, rows = about.pop("experts"), about.pop("expert_rows")
+        kind = FORMATS[about["format"]]
+        sizes = kind.sizes_of(about)
+        packed = kind(**{name: state[prefix + name] for name in kind.tensor_names}, **sizes)
+        if packed.device.type != "meta":
+            packed.validate()
+        now = self.stack
+        if (experts, rows, packed.shape) != (now.experts, now.rows, now.packed.shape):
+            raise ValueError(f"the state has {experts} experts of {rows} rows, the module {now.experts} of {now.rows}")
+        return Stack(packed.empty_like(now.packed.device), experts, rows)
+
+
+# ---- The module ------------------------------------------------------------------------------------------------------
+
+
+class SparseExperts(nn.Module):
+    """What experts(hidden_states, top_k_index, top_k_weights) of transformers gives, from packed weights.
+
+    It takes the place of a module that transformers 5 runs by its experts interface. All but the weights is that
+    module's: attributes, biases, norm and, unbound, its class's `_apply_gate`, which may clamp, scale or take every
+    other column; no model is known here by its name. The bits are those of grouped_mm where the products' are, as on a
+    CPU. The weights are frozen: gradients go through to the input, never to them.
+
+    `gate_up_proj`, `up_proj` and `down_proj` are dense copies, made at every look. In dense12 its state_dict is that of
+    the dense module.
+    """
+
+    def __init__(self, dense: nn.Module, stacks: dict[str, Stack]) -> None:
+        super().__init__()
+        self.experts_class = type(dense)
+        _take_over(self, dense)
+        self._is_hf_initialized = True  # or transformers would give it random weights
+        for name, stack in stacks.items():
+            self.hold(name, stack)
+
+    def hold(self, name: str, stack: Stack) -> None:
+        self.add_module(f"{name}_packed", PackedStack(stack))
+
+    def stack(self, name: str) -> Stack:
+        """The stack of a projection, a view of its buffers."""
+        return self._modules[f"{name}_packed"].stack  # type: ignore[union-attr, return-value]
+
+    def stacks(self) -> dict[str, Stack]:
+        """The stacks by projection: both, but while a checkpoint is read."""
+        return {name: self.stack(name) for name in PROJECTIONS if f"{name}_packed" in self._modules}
+
+    def to_dense(self) -> nn.Module:
+        """The dense module, with the very weights that were packed; not trainable until asked to be."""
+        dense = self.experts_class.__new__(self.experts_class)
+        nn.Module.__init__(dense)
+        _take_over(dense, self)
+        for name in PROJECTIONS:
+            dense._modules.pop(f"{name}_packed", None)
+        for name in self.stacks():
+            dense.register_parameter(name, nn.Parameter(getattr(self, name), requires_grad=False))
+        return dense
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PROJECTIONS and f"{name}_packed" in self._modules:
+            w = self.stack(name).to_dense()
+            return w.transpose(1, 2).contiguous() if self.is_transposed else w.contiguous()
+        return super().__getattr__(name)
+
+    def _linear(self, name: str, x: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
+        y = self._modules[f"{name}_packed"](x, ends)  # type: ignore[misc]
+        return y + getattr(self, f"{name}_bias")[ids] if self.has_bias else y  # rounded twice, as transformers does
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[tokens, hidden] for hidden_states [tokens, hidden], and of each token its experts and their weights [tokens,
+        top_k]. No host looks at the routing. An id of num_experts and more is another process' expert: it adds nothing.
+        """
+        tokens, top_k = top_k_index.shape
+        first, last = projections(self)
+        x = hidden_states if autocast_dtype(hidden_states) is None else hidden_states.to(self.stack(first).packed.dtype)
+        ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        experts = torch.arange(self.num_experts, device=ids.device, dtype=ids.dtype)
+        ends = torch.searchsorted(ids, experts, right=True).to(torch.int32)
+        own = ids.clamp(max=self.num_experts - 1)
+        h = self._linear(first, x[order // top_k], ends, own)
+        h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
+        y = self._linear(last, h, ends, own)
+        if getattr(self, "has_post_expert_norm", False):
+            y = self.post_expert_norm(y)
+        # Rounded as the weights' dtype says, which is float32 in some models.
+        y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        if getattr(self, "_is_expert_parallel", False):
+            y = y.masked_fill((ids >= self.num_experts).unsqueeze(-1), 0)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return y[back].view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, stack in self.stacks().items():
+            if stack.packed.saved_dense:
+                destination[prefix + name] = getattr(self, name)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        _, _, missing, unexpected, errors = args
+        for name, stack in self.stacks().items():
+            dense = state_dict.get(prefix + name)
+            if dense is None and stack.packed.saved_dense:
+                missing.append(prefix + name)
+            elif dense is not None:
+                unexpected[:] = [key for key in unexpected if key != prefix + name]
+                w = dense.transpose(1, 2) if self.is_transposed else dense
+                try:
+                    if tuple(w.shape) != stack.shape:
+                        raise ValueError(f"size mismatch: the state has {list(w.shape)}, the experts {list(stack.shape)}")
+                    w = w.detach().to(stack.packed.device, stack.packed.dtype)
+                    self.hold(name, Stack.from_dense(w, Options(stack.packed.format)))
+                except ValueError as error:
+                    errors.append(f"{prefix}{name}: {error}")
+
+    def extra_repr(self) -> str:
+        held = self.stacks().items()
+        sizes = (f"{n}: {' x '.join(map(str, s.shape))} {s.packed.label}, {s.packed.nbytes} bytes" for n, s in held)
+        return ", ".join(sizes)
+
+
+def _take_over(module: nn.Module, other: nn.Module) -> None:
+    """Gives a module all that another has but its stacked weights."""
+    for name, value in vars(other).items():
+        if name not in ("_parameters", "_buffers", "_modules", "experts_class"):
+            module.__dict__[name] = value
+    module._buffers.update(other._buffers)
+    module._modules.update(other._modules)
+    module._parameters.update({name: p for name, p in other._parameters.items() if name not in PROJECTIONS})
+    with_hooks(module, other)
+
+
+# ---- One by one ------------------------------------------------------------------------------------------------------
+
+
+class UnfoldedExperts(nn.Module):
+    """The same experts as modules "0", "1", ... of gate_proj, up_proj and down_proj, each nn.Linear or SparseLinear.
+
+    So pruning, calibration and files take them as any layer: an expert sees its own tokens alone. Weights of nn.Linear
+    are views of the dense module's: what is pruned here is pruned there.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.of = (experts,)  # in a tuple, so that it is no submodule
+        self._modules.update({name: m for name, m in experts._modules.items() if not isinstance(m, PackedStack)})
+        self._is_hf_initialized = True
+        packed = experts.stacks() if isinstance(experts, SparseExperts) else {}
+        whole = {key: packed[key].to_dense() if packed else oriented(experts, key) for key in projections(experts)}
+        self.rows = {key: w.shape[1] for key, w in whole.items()}
+        for e in range(experts.num_experts):
+            one = nn.Module()
+            for key, w in whole.items():
+                bias = experts._parameters.get(f"{key}_bias")
+                for name, rows in self.parts(key).items():
+                    # A copy: savers take every other element of one memory for two tied tensors, and stop.
+                    part = None if bias is None else nn.Parameter(bias.detach()[e][rows].clone(), requires_grad=False)
+                    one.add_module(name, _layer(w[e][rows], part, bool(packed)))
+            self.add_module(str(e), one)
+
+    def parts(self, key: str) -> dict[str, slice]:
+        """The layers that a projection is made of, and their rows of it."""
+        if key != "gate_up_proj":
+            return {key: slice(None)}
+        if not self.of[0].is_concatenated:
+            return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        half = self.rows[key] // 2
+        return {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        experts = self.of[0]
+        final = torch.zeros_like(hidden_states)
+        for e in top_k_index.unique().tolist():
+            if e >= experts.num_experts:
+                continue
+            token, slot = torch.where(top_k_index == e)
+            one, x = self._modules[str(e)], hidden_states[token]
+            if experts.has_gate:
+                both = (one.gate_proj(x), one.up_proj(x))
+                h = torch.cat(both, -1) if experts.is_concatenated else torch.stack(both, -1).flatten(-2)
+                h = getattr(experts, "experts_class", type(experts))._apply_gate(experts, h)
+            else:
+                h = experts.act_fn(one.up_proj(x))
+            y = one.down_proj(h)
+            if getattr(experts, "has_post_expert_norm", False):
+                y = experts.post_expert_norm(y)
+            final.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(final.dtype))
+        return final
+
+    def fold(self, options: Options) -> nn.Module:
+        """The module that it was made of; SparseExperts where that is dense and these layers are packed by now.
+
+        Raises:
+            ValueError: some of them are packed and some are not, or no stack holds them.
+        """
+        experts = self.of[0]
+        ones = [self._modules[str(e)] for e in range(experts.num_experts)]
+        are_packed = {isinstance(layer, SparseLinear) for one in ones for layer in one.children()}
+        if isinstance(experts, SparseExperts) or True not in are_packed:
+            return experts
+        if False in are_packed:
+            raise ValueError("some experts of a module are packed and some are not")
+        folded = SparseExperts(experts, {})
+        for key in projections(experts):
+            layers = [[getattr(one, name) for name in self.parts(key)] for one in ones]
+            w = torch.stack([self._joined([layer.packed.to_dense() for layer in parts]) for parts in layers])
+            folded.hold(key, Stack.from_dense(w, options))
+            if experts.has_bias:
+                bias = torch.stack([self._joined([layer.bias.detach() for layer in parts]) for parts in layers])
+                folded._parameters[f"{key}_bias"] = nn.Parameter(bias, requires_grad=False)
+        return folded
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if self.of[0].is_concatenated else torch.stack(parts, 1).flatten(0, 1)
+
+
+def _layer(weight: Tensor, bias: nn.Parameter | None, is_packed: bool) -> nn.Linear:
+    if is_packed:
+        return SparseLinear.from_packed(MackoWeight.smallest(weight.contiguous()), bias)
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.out_features, layer.in_features = weight.shape
+    layer.bias = bias
+    return layer
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def unfold_(model: nn.Module, which: Callable[[str, nn.Module], bool]) -> list[str]:
+    """Puts UnfoldedExperts in the place of experts modules, dense or packed; their names."""
+    both = [(n, m) for n, m in model.named_modules() if n and (is_experts(m) or isinstance(m, SparseExperts))]
+    names = [name for name, module in both if which(name, module)]
+    for name in names:
+        put(model, name, UnfoldedExperts(model.get_submodule(name)))
+    return names
+
+
+def fold_(model: nn.Module, names: Iterable[str], options: Options) -> None:
+    for name in names:
+        unfolded = model.get_submodule(name)
+        try:
+            put(model, name, unfolded.fold(options))  # type: ignore[operator]
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+
+@contextlib.contextmanager
+def unfolded(model: nn.Module, which: Callable[[str, nn.Module], bool] = lambda name, module: True) -> Iterator[None]:
+    """Within it experts are modules of their own, for whoever takes layer after layer; then they are as they were."""
+    names = unfold_(model, which)
+    try:
+        yield
+    finally:
+        for name in names:
+            put(model, name, model.get_submodule(name).of[0])  # type: ignore[index]
+
+
+def saved_by_expert(name: str, module: nn.Module) -> bool:
+    """Whether files hold these experts one by one: those that are packed and not saved dense."""
+    return isinstance(module, SparseExperts) and not all(s.packed.saved_dense for s in module.stacks().values())
+
+

@@ -1,0 +1,319 @@
+"""Checkpoints as people have them: sparse and of 8 bits, of 4 bits, of torch.save, in float32. Written here, tiny."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import macko
+from macko.cli import main
+from macko.files import Checkpoint
+from macko.integrations.compressed_tensors import Masked, quantised
+from macko.weights import Sparse8Weight
+from tests.common import assert_same_bits, compressed_config
+
+transformers = pytest.importorskip("transformers")
+
+FP8 = torch.float8_e4m3fn
+#: Of compressed-tensors: whether 2:4, the kind of codes (None: 16 bits), how many scales.
+KINDS = {
+    "2of4-fp8-channel": (True, "float", "channel"),
+    "2of4-fp8-tensor": (True, "float", "tensor"),
+    "2of4-int8-channel": (True, "int", "channel"),
+    "bitmask-int8-channel": (False, "int", "channel"),
+    "2of4-bf16": (True, None, ""),
+    "bitmask-bf16": (False, None, ""),
+}
+
+
+def llama(dtype: torch.dtype = torch.bfloat16) -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config.architectures = ["LlamaForCausalLM"]
+    return transformers.LlamaForCausalLM._from_config(config, dtype=dtype)
+
+
+def linears(model: Any) -> dict[str, Tensor]:
+    found = {name: m.weight.detach() for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    return {name: weight for name, weight in found.items() if name != "lm_head"}
+
+
+def kept_of(w: Tensor, two_four: bool) -> Tensor:
+    if not two_four:
+        return torch.rand(w.shape) < 0.4
+    places = w.float().abs().view(-1, 4).topk(2, 1).indices
+    return torch.zeros(w.numel() // 4, 4, dtype=torch.bool).scatter_(1, places, True).view(w.shape)
+
+
+def under_mask(values: Tensor, kept: Tensor, two_four: bool) -> dict[str, Tensor]:
+    """As compressed-tensors 0.9.4 writes a weight of which these are kept."""
+    rows, cols = kept.shape
+    bits = kept.view(rows, cols // 8, 8) * (1 << torch.arange(8))
+    raw = values.view(torch.uint8) if values.element_size() == 1 else values
+    compressed = raw[kept].view(values.dtype)
+    shape = torch.tensor([rows, cols])
+    parts = {"bitmask": bits.sum(-1).to(torch.uint8)}
+    if two_four:
+        return parts | {"shape": shape[:, None], "compressed": compressed.view(rows, cols // 2)}
+    counts = kept.sum(1)
+    return parts | {"shape": shape, "compressed": compressed, "row_offsets": counts.cumsum(0) - counts}
+
+
+def folder_of(path: Path, kind: str) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """A folder of this kind; of each layer its codes, or weight, and scales. One has a row of zeros with scale 0."""
+    two_four, codes_are, strategy = KINDS[kind]
+    model = llama()
+    tensors = model.state_dict()
+    found: dict[str, tuple[Tensor, Tensor | None]] = {}
+    for name, w in linears(model).items():
+        kept, parts, scales = kept_of(w, two_four), {}, None
+        values = w
+        if codes_are:
+            most = w.float().abs().amax(1, keepdim=True) if strategy == "channel" else w.float().abs().max()[None]
+            scales = (most / (448 if codes_are == "float" else 127.5)).bfloat16()
+            ratio = w.float() / scales.float()
+            values = ratio.to(FP8) if codes_are == "float" else ratio.round().clamp(-128, 127).to(torch.int8)
+            if strategy == "channel" and name.endswith("up_proj"):
+                scales[5] = 0
+                values.view(torch.uint8)[5] = 0
+            parts["weight_scale"] = scales
+        del tensors[f"{name}.weight"]
+        parts |= under_mask(values, kept, two_four)
+        tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in parts.items()}
+        found[name] = (torch.where(kept, values.float(), 0).to(values.dtype), scales)
+    path.mkdir()
+    model.config.save_pretrained(path)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    about = compressed_config("sparse-24-bitmask" if two_four else "sparse-bitmask")
+    if codes_are:
+        weights = {"num_bits": 8, "type": codes_are, "strategy": strategy, "symmetric": True}
+        about["config_groups"] = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+        about["format"] = f"{codes_are}-quantized"
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_checkpoints_keep_codes_scales_and_bits(kind: str, tmp_path: Path) -> None:
+    found = folder_of(tmp_path / "in", kind)
+    with Checkpoint(tmp_path / "in") as file:
+        for name, (values, _) in found.items():
+            assert torch.equal(Masked(file, name).to_dense().float(), values.float())
+    assert main(["inspect", str(tmp_path / "in")]) == 0
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    for name, (values, scales) in found.items():
+        layer = model.get_submodule(name)
+        if scales is None:
+            assert_same_bits(layer.weight.as_subclass(Tensor) + 0, values + 0)
+            continue
+        assert isinstance(layer.packed, Sparse8Weight)
+        assert torch.equal(layer.packed.codes().float(), values.float())
+        each = scales.float().expand(len(values), 1)
+        assert torch.equal(layer.packed.scales, torch.where(each == 0, 1, each)[:, 0])
+        wanted = (values.float() * each).bfloat16()
+        assert_same_bits(layer.weight.as_subclass(Tensor) + 0, wanted + 0)
+
+
+def test_codes_in_a_row_of_scale_0_are_zeros(tmp_path: Path) -> None:
+    codes, scales = torch.tensor([[3, 0], [-4, 5]]).char(), torch.tensor([[0.0], [0.5]])
+    save_file({"up.weight": codes, "up.weight_scale": scales}, tmp_path / "a.safetensors")
+    with Checkpoint(tmp_path / "a.safetensors") as file:
+        dense = quantised(file, "up", torch.bfloat16).to_dense()
+    assert dense.tolist() == [[0, 0], [-2, 2.5]]
+
+
+def test_what_lies_about_codes_under_a_mask_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder_of(tmp_path / "in", "2of4-fp8-channel")
+    file = tmp_path / "in/model.safetensors"
+    whole = load_file(file)
+    name = "model.layers.0.mlp.up_proj"
+    nan = whole[f"{name}.compressed"].view(torch.uint8).clone()
+    nan[0, 0] = 127
+    for change, message in (
+        ({"compressed": nan.view(FP8)}, "values have NaN"),
+        ({"compressed": nan.view(FP8)[:, 1:].contiguous()}, "bits set, compressed has"),
+        ({"bitmask": torch.zeros(3, 3, dtype=torch.uint8)}, "bitmask is torch.uint8 [3, 3]"),
+        ({"weight_scale": torch.ones(7, 1)}, "scales have dtype"),
+        ({"weight_zero_point": torch.ones(96, 1)}, "weight_zero_point is not zero"),
+    ):
+        save_file(whole | {f"{name}.{key}": tensor for key, tensor in change.items()}, file, {"format": "pt"})
+        assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert name in error
+        assert not (tmp_path / "out").exists()
+
+
+# ---- 4 bits ----------------------------------------------------------------------------------------------------------
+
+
+def folder_of_4_bits(path: Path) -> dict[str, Tensor]:
+    """pack-quantized, groups of 32 columns, half of the codes 0; the weights."""
+    model = llama()
+    tensors, found = model.state_dict(), {}
+    for name, w in linears(model).items():
+        codes = torch.randint(-8, 8, w.shape) * (torch.rand(w.shape) < 0.5)
+        scales = (torch.rand(len(w), w.shape[1] // 32) + 0.5).bfloat16()
+        words = ((codes + 8).view(len(w), -1, 8) << torch.arange(0, 32, 4)).sum(-1)
+        words = torch.where(words >= 2**31, words - 2**32, words).int()
+        del tensors[f"{name}.weight"]
+        parts = {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
+        tensors |= {f"{name}.{key}": tensor for key, tensor in parts.items()}
+        found[name] = (codes * scales.float().repeat_interleave(32, 1)).bfloat16()
+    path.mkdir()
+    model.config.save_pretrained(path)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    about = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+    }  # fmt: skip
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    return found
+
+
+def test_4_bits_with_zeros_are_packed_at_16_with_a_warning(tmp_path: Path) -> None:
+    found = folder_of_4_bits(tmp_path / "in")
+    with pytest.warns(UserWarning, match="have 4 bits, and are unpacked to 16"):
+        assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "macko"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    for name, wanted in found.items():
+        assert model.get_submodule(name).format in ("macko", "bitmap")
+        assert_same_bits(model.get_submodule(name).weight.as_subclass(Tensor), wanted + 0)
+
+
+def test_4_bits_that_lie_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder_of_4_bits(tmp_path / "in")
+    file, name = tmp_path / "in/model.safetensors", "model.layers.0.mlp.up_proj"
+    whole = load_file(file)
+    for change, message in (
+        ({"weight_packed": torch.zeros(96, 7, dtype=torch.int32)}, "weight_packed is torch.int32 [96, 7]"),
+        ({"weight_scale": torch.ones(96, 5)}, "weight_scale has shape [96, 5]"),
+        ({"weight_zero_point": torch.zeros(12, 2, dtype=torch.int32)}, "it has zero points or an order of columns"),
+    ):
+        save_file(whole | {f"{name}.{key}": tensor for key, tensor in change.items()}, file, {"format": "pt"})
+        with pytest.warns(UserWarning, match="4 bits"):
+            assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+        assert f"{name}: {message}" in capsys.readouterr().err
+
+
+# ---- torch.save ------------------------------------------------------------------------------------------------------
+
+
+def save_bin(folder: Path, model: Any, shards: int) -> None:
+    folder.mkdir()
+    model.config.save_pretrained(folder)
+    state = dict(model.state_dict())
+    if shards == 1:
+        torch.save(state, folder / "pytorch_model.bin")
+        return
+    places = {name: f"pytorch_model-{i % shards + 1:05d}-of-{shards:05d}.bin" for i, name in enumerate(state)}
+    for file in sorted({*places.values()}):
+        torch.save({name: t.clone() for name, t in state.items() if places[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_bin_is_converted_and_inspected(shards: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = llama()
+    for weight in linears(model).values():
+        weight[:, ::2] = 0
+    save_bin(tmp_path / "in", model, shards)
+    assert main(["inspect", str(tmp_path / "in")]) == 0
+    assert "mlp.up_proj" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    packed = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "planes"), "--format", "dense12"]) == 0
+    assert not list((tmp_path / "planes").glob("*.bin"))
+    lossless = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "planes", dtype="auto")
+    for name, weight in linears(model).items():
+        assert_same_bits(packed.get_submodule(name).weight.as_subclass(Tensor), weight + 0)
+        assert_same_bits(lossless.get_submodule(name).weight, weight)
+    loaded = macko.load_model(llama(), tmp_path / "in")
+    assert_same_bits(loaded.lm_head.weight, model.lm_head.weight)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (print, ("this must not run",))
+
+
+def test_a_bin_that_is_no_state_dict_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_bin(tmp_path / "in", llama(), 1)
+    file = tmp_path / "in/pytorch_model.bin"
+    for content in ({"a": Evil()}, {"a": 3}, [torch.ones(2)], None):
+        if content is None:
+            file.write_bytes(file.read_bytes()[:50])
+        else:
+            torch.save(content, file)
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin"):
+            Checkpoint(tmp_path / "in")
+        assert main(["inspect", str(tmp_path / "in")]) == 1
+        said = capsys.readouterr()
+        assert "this must not run" not in said.out
+        assert said.err.startswith("macko inspect: ")
+        assert said.err.count("\n") == 1
+
+
+def test_the_bin_of_a_hub_name_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from macko.workdir import find_folder
+
+    save_bin(tmp_path / "in", llama(), 1)
+    asked: list[Any] = []
+
+    def snapshot_download(name: str, **patterns: Any) -> str:
+        asked.append(patterns)
+        return str(tmp_path / "in")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert find_folder("some/model") == tmp_path / "in"
+    assert asked[1] == {"allow_patterns": ["pytorch_model*.bin"]}
+
+
+# ---- float32, and what is refused ------------------------------------------------------------------------------------
+
+
+def test_float32_that_is_bfloat16_is_packed_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = llama()
+    model.float().save_pretrained(tmp_path / "in")
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "dense12"]) == 0
+    assert "are bfloat16 numbers, and are packed as such" in capsys.readouterr().err
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.lm_head.weight.dtype == torch.bfloat16
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor.float(), model.state_dict()[name])
+
+
+def test_other_float32_is_rounded_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = llama(torch.float32)
+    model.save_pretrained(tmp_path / "in")
+    arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "dense12"]
+    assert main(arguments) == 1
+    assert "% of the float32 weights" in capsys.readouterr().err
+    assert main([*arguments, "--dtype", "bfloat16"]) == 0
+    assert "no bfloat16 numbers: they are rounded" in capsys.readouterr().err
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert_same_bits(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
+
+
+def test_slid_weights_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama().save_pretrained(tmp_path / "in")
+    (tmp_path / "in/slidesparse_config.json").write_text('{"Z": 2, "L": 8}')
+    for command in (["inspect"], ["convert", "--overwrite"]):
+        target = [str(tmp_path / "out")] if command[0] == "convert" else []
+        assert main([command[0], str(tmp_path / "in"), *target, *command[1:]]) == 1
+        assert "is SlideSparse's (slidesparse_config.json)" in capsys.readouterr().err

@@ -92,8 +92,12 @@ def bound(sparse: SparseExperts, x: Tensor, index: Tensor, weights: Tensor, prod
     return ((2 * index.shape[1] + 4) * u + products) * torch.stack(terms).sum(0) + 1e-30
 
 
+#: Classes that differ by flags; the others are slow tests, as there are so many.
+QUICK = ("MixtralExperts", "GptOssExperts", "NemotronHExperts")
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", classes())
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in classes()])
 def test_every_experts_class_gives_what_grouped_mm_gives(name: str) -> None:
     dense = tiny(name)
     assert is_experts(dense)
@@ -341,6 +345,7 @@ def load(folder: Path, **options: Any) -> Any:
     return kinds.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager", **options).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_dense12_experts_are_saved_as_the_dense_models_files(kind: str, tmp_path: Path) -> None:
     model = model_of(kind)
@@ -360,6 +365,7 @@ def test_dense12_experts_are_saved_as_the_dense_models_files(kind: str, tmp_path
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_sparse_experts_are_saved_one_by_one_and_read_again(kind: str, tmp_path: Path) -> None:
     model = model_of(kind, 0.6)

@@ -35,6 +35,7 @@ from .nn.report import Report, format_bytes
 from .pruning.prune import METHODS, STATISTICS, asked_for, prune_
 from .pruning.reconstruct import RECIPES
 from .weights import FORMATS, codes, with_own_files
+from .weights.registry import is_lossless_file
 from .workdir import (
     KeptLayers,
     check_dense,
@@ -312,7 +313,7 @@ def convert(options: argparse.Namespace) -> None:
         check_not_quantised(source)
     if _convert_quantised(options, source):
         return
-    if name in FORMATS and FORMATS[name].saved_dense:
+    if is_lossless_file(name):
         _convert_lossless(options, source)
         return
     if elsewhere := Options(options.format).not_on(torch.device(device)):

@@ -81,7 +81,7 @@ def routed(dense: nn.Module, tokens: int = 21) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(1)
     width = dense.down_proj.shape[2 if dense.is_transposed else 1]
     x = torch.randn(tokens, width).bfloat16()
-    weights, index = torch.rand(tokens, dense.num_experts).topk(TOP_K)
+    weights, index = torch.rand(tokens, dense.num_experts).topk(TOP_K)  # type: ignore[call-overload]
     return x, index, weights
 
 
@@ -257,7 +257,7 @@ def test_two_halves_of_expert_parallel_add_up() -> None:
         half = copy.deepcopy(dense)
         for name, p in list(half._parameters.items()):
             half._parameters[name] = nn.Parameter(p.detach()[rank * n : (rank + 1) * n].clone(), requires_grad=False)
-        half.num_experts, half._is_expert_parallel = n, True
+        half.num_experts, half._is_expert_parallel = n, True  # type: ignore[assignment]
         off = index // n != rank
         parts.append(packed(half, "dense12")(x, torch.where(off, n, index % n), weights.masked_fill(off, 0)))
     off_by = (parts[0].double() + parts[1].double() - whole.double()).abs()

@@ -24,6 +24,7 @@ from ..weights import (
     TileWeight,
     codes,
 )
+from ..weights.registry import is_choosable
 from . import counted, exponents
 from .options import AUTO, Options
 from .slide import pack_slide, slides
@@ -236,7 +237,7 @@ def counted_note(device: torch.device, times: Iterable[float | None]) -> list[st
 
 def choosable(us: Mapping[str, float]) -> dict[str, float]:
     """Of times by format those of the formats that may be chosen: of none that is opt-in, nor of the dense layer."""
-    return {name: us[name] for name in us if name in FORMATS and FORMATS[name].handicap < math.inf}
+    return {name: us[name] for name in us if is_choosable(name)}
 
 
 def choose(weight: MackoWeight, tokens: int | None = None) -> type[PackedWeight]:

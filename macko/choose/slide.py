@@ -134,7 +134,6 @@ class Whole:
 
     def packed(self, packed: PackedWeight, w: Tensor) -> PackedWeight:
         """The packed part w, of slide's 8 bits with the codes that it has in the whole."""
-        if not isinstance(packed, SlideWeight) or packed.element >= 2 or self._cols in (0, packed.cols):
+        if self._largest is None or self._cols == packed.cols:
             return packed
-        assert self._largest is not None
-        return SlideWeight.from_columns(w, self._largest.to(w.device), packed.n, packed.element)
+        return packed.of_columns(w, self._largest.to(w.device))

@@ -349,7 +349,7 @@ class MackoHfQuantizer(HfQuantizer):
         module._parameters.pop(key)
         module.hold(key, stack)
         for tensor in module.buffers():
-            tensor._is_hf_initialized = True
+            tensor._is_hf_initialized = True  # type: ignore[attr-defined]
         return True
 
     def _unpack_experts(self, model: Any, layer: str, reason: str) -> None:

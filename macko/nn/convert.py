@@ -195,8 +195,9 @@ def compress_(
     """
     options_of_all = {key: value for key, value in locals().items() if key != "model"}
     if not isinstance(model, nn.Module) and isinstance(parts := getattr(model, "components", None), dict):
-        found = {name: part for name, part in parts.items() if name.startswith(_COMPONENTS)}
-        modules = {name: part for name, part in found.items() if isinstance(part, nn.Module)}
+        modules = {
+            name: part for name, part in parts.items() if name.startswith(_COMPONENTS) and isinstance(part, nn.Module)
+        }
         if not modules:
             raise ValueError(f"compress_: the {type(model).__name__} has no {', '.join(_COMPONENTS)} to pack")
         return {name: compress_(part, **options_of_all) for name, part in modules.items()}
@@ -409,7 +410,7 @@ def convert_experts(
         for row in rows:
             row.format, row.bytes_after, row.reason = "dense", row.bytes_before, row.reason or reason
         return rows, None
-    return rows, SparseExperts(module, stacks)
+    return rows, SparseExperts(module, stacks)  # type: ignore[arg-type]  # without a reason none is None
 
 
 def stack_of(w: Tensor, row: LayerReport, options: Options, min_sparsity: float) -> Stack | None:

@@ -15,6 +15,7 @@ from ..choose.auto import sparse11_of, too_many_listed
 from ..choose.options import Options
 from ..ops import linear_experts
 from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
+from ..weights.registry import ROUNDED_EXPERTS, not_a_stack
 from .find import Filter, matching
 from .linear import SparseLinear, as_extra_state, autocast_dtype, unsupported, with_hooks
 
@@ -105,13 +106,7 @@ class Stack:
 
 def not_stacked(options: Options) -> str:
     """Why experts are not packed in this format, or nothing."""
-    if options.in_bytes or options.format in ("dense8", "sparse8"):
-        return "experts are not rounded to 8 bits yet"
-    kind = FORMATS.get(options.format)
-    if kind is not None and not kind.stacks:
-        held = ", ".join(name for name, other in FORMATS.items() if other.stacks)
-        return f"{options.format} holds no stack of experts: {held} do"
-    return ""
+    return ROUNDED_EXPERTS if options.in_bytes else not_a_stack(options.format)
 
 
 def _pack(w: Tensor, options: Options) -> PackedWeight:
@@ -156,6 +151,11 @@ class PackedStack(nn.Module):
         """Of rows ends[e - 1] up to ends[e] of x the products with expert e; of those behind the last end zeros."""
         return linear_experts(x, list(self._buffers.values()), self.header, self.rows, ends)  # type: ignore[arg-type]
 
+    @property
+    def is_saved_dense(self) -> bool:
+        """Whether files and states hold the dense weight in its place."""
+        return self.kind.saved_dense
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedStack:
         packed = self.stack.packed
         target = fn(torch.empty(0, dtype=packed.dtype, device=packed.device))
@@ -176,11 +176,11 @@ class PackedStack(nn.Module):
         """Nothing: _load_from_state_dict has read it."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if not self.kind.saved_dense:  # else the experts' module saves the dense weight
+        if not self.is_saved_dense:  # else the experts' module saves the dense weight
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if self.kind.saved_dense:
+        if self.is_saved_dense:
             return
         local, strict, missing, unexpected, errors = args
         extra = state_dict.get(f"{prefix}_extra_state")
@@ -223,7 +223,7 @@ class SparseExperts(nn.Module):
 
     def __init__(self, dense: nn.Module, stacks: dict[str, Stack]) -> None:
         super().__init__()
-        self.experts_class = type(dense)
+        self.experts_class: Any = type(dense)
         _take_over(self, dense)
         self._is_hf_initialized = True  # or transformers would give it random weights
         for name, stack in stacks.items():
@@ -232,11 +232,14 @@ class SparseExperts(nn.Module):
     def hold(self, name: str, stack: Stack) -> None:
         self.add_module(f"{name}_packed", PackedStack(stack))
 
+    def _part(self, name: str) -> PackedStack:
+        return self._modules[f"{name}_packed"]  # type: ignore[return-value]
+
     def stack(self, name: str) -> Stack:
         """The stack of a projection, a view of its buffers."""
-        return self._modules[f"{name}_packed"].stack  # type: ignore[union-attr, return-value]
+        return self._part(name).stack
 
-    def stacks(self) -> dict[str, Stack]:
+    def packed_stacks(self) -> dict[str, Stack]:
         """The stacks by projection: both, but while a checkpoint is read."""
         return {name: self.stack(name) for name in PROJECTIONS if f"{name}_packed" in self._modules}
 
@@ -248,7 +251,7 @@ class SparseExperts(nn.Module):
         for name in PROJECTIONS:
             dense._modules.pop(f"{name}_packed", None)
         dense._parameters.update({name: p for name, p in self._parameters.items() if name in PROJECTIONS})
-        for name in self.stacks():
+        for name in self.packed_stacks():
             dense.register_parameter(name, nn.Parameter(getattr(self, name), requires_grad=False))
         return dense
 
@@ -259,7 +262,7 @@ class SparseExperts(nn.Module):
         return super().__getattr__(name)
 
     def _linear(self, name: str, x: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
-        y = self._modules[f"{name}_packed"](x, ends)  # type: ignore[misc]
+        y = self._part(name)(x, ends)
         return y + getattr(self, f"{name}_bias")[ids] if self.has_bias else y  # rounded twice, as transformers does
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -287,16 +290,16 @@ class SparseExperts(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, stack in self.stacks().items():
-            if stack.packed.saved_dense:
+        for name in self.packed_stacks():
+            if self._part(name).is_saved_dense:
                 destination[prefix + name] = getattr(self, name)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         _, _, missing, unexpected, errors = args
-        for name, stack in self.stacks().items():
+        for name, stack in self.packed_stacks().items():
             dense = state_dict.get(prefix + name)
-            if dense is None and stack.packed.saved_dense:
+            if dense is None and self._part(name).is_saved_dense:
                 missing.append(prefix + name)
             elif dense is not None:
                 unexpected[:] = [key for key in unexpected if key != prefix + name]
@@ -312,7 +315,7 @@ class SparseExperts(nn.Module):
                     errors.append(f"{prefix}{name}: {error}")
 
     def extra_repr(self) -> str:
-        held = self.stacks().items()
+        held = self.packed_stacks().items()
         sizes = (f"{n}: {' x '.join(map(str, s.shape))} {s.packed.label}, {s.packed.nbytes} bytes" for n, s in held)
         return ", ".join(sizes)
 
@@ -340,13 +343,13 @@ class UnfoldedExperts(nn.Module):
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
-        self.of = (experts,)  # in a tuple, so that it is no submodule
+        self.of: tuple[Any] = (experts,)  # in a tuple, so that it is no submodule
         self._modules.update({name: m for name, m in experts._modules.items() if not isinstance(m, PackedStack)})
         self._is_hf_initialized = True
-        packed = experts.stacks() if isinstance(experts, SparseExperts) else {}
+        packed = experts.packed_stacks() if isinstance(experts, SparseExperts) else {}
         whole = {key: packed[key].to_dense() if packed else oriented(experts, key) for key in projections(experts)}
         self.rows = {key: w.shape[1] for key, w in whole.items()}
-        for e in range(experts.num_experts):
+        for e in range(experts.num_experts):  # type: ignore[arg-type]
             one = nn.Module()
             for key, w in whole.items():
                 bias = experts._parameters.get(f"{key}_bias")
@@ -372,7 +375,8 @@ class UnfoldedExperts(nn.Module):
             if e >= experts.num_experts:
                 continue
             token, slot = torch.where(top_k_index == e)
-            one, x = self._modules[str(e)], hidden_states[token]
+            one: Any = self._modules[str(e)]
+            x = hidden_states[token]
             if experts.has_gate:
                 both = (one.gate_proj(x), one.up_proj(x))
                 h = torch.cat(both, -1) if experts.is_concatenated else torch.stack(both, -1).flatten(-2)
@@ -392,7 +396,7 @@ class UnfoldedExperts(nn.Module):
             ValueError: some of them are packed and some are not, or no stack holds them.
         """
         experts = self.of[0]
-        ones = [self._modules[str(e)] for e in range(experts.num_experts)]
+        ones: list[Any] = [self._modules[str(e)] for e in range(experts.num_experts)]
         are_packed = {isinstance(layer, SparseLinear) for one in ones for layer in one.children()}
         if isinstance(experts, SparseExperts) or True not in are_packed:
             return experts
@@ -420,7 +424,7 @@ def _layer(weight: Tensor, bias: nn.Parameter | None, is_packed: bool) -> nn.Lin
     layer = nn.Linear(1, 1, bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     layer.out_features, layer.in_features = weight.shape
-    layer.bias = bias
+    layer.bias = bias  # type: ignore[assignment]
     return layer
 
 
@@ -455,9 +459,11 @@ def unfolded(model: nn.Module, which: Callable[[str, nn.Module], bool] = lambda 
         yield
     finally:
         for name in names:
-            put(model, name, model.get_submodule(name).of[0])  # type: ignore[index]
+            put(model, name, model.get_submodule(name).of[0])  # type: ignore[index, arg-type]
 
 
 def saved_by_expert(name: str, module: nn.Module) -> bool:
     """Whether files hold these experts one by one: those that are packed and not saved dense."""
-    return isinstance(module, SparseExperts) and not all(s.packed.saved_dense for s in module.stacks().values())
+    if not isinstance(module, SparseExperts):
+        return False
+    return not all(part.is_saved_dense for part in module.modules() if isinstance(part, PackedStack))

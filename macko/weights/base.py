@@ -388,6 +388,14 @@ class PackedWeight:
         """
         return True
 
+    def of_columns(self, w: Tensor, largest: Tensor) -> PackedWeight:
+        """This weight, of some columns w of another one, as it is packed within that.
+
+        Args:
+            largest: [rows], the largest magnitude of each row of the whole weight, by which 8 bits are scaled.
+        """
+        return self
+
     def parted(self) -> PackedWeight:
         """The same weight in a format of which rows and columns can be cut."""
         return self.materialized()

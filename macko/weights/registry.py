@@ -6,6 +6,7 @@ macko is imported, as the package imports each of its modules; others wherever s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 FORMATS: dict[str, type[PackedWeight]] = {}
 #: What files alone hold, by name.
 SAVED: dict[str, type[PackedWeight]] = {}
+
+
+#: Why experts are not packed, where values would be rounded.
+ROUNDED_EXPERTS = "experts are not rounded to 8 bits yet"
 
 
 def register(kind: type[PackedWeight]) -> None:
@@ -41,6 +46,26 @@ def format_named(name: str, *others: str) -> type[PackedWeight]:
 def takes_any_weight(format: str) -> bool:
     """Whether a format, or what chooses one, is for weights with zeros or none."""
     return format in FORMATS and FORMATS[format].any_weight
+
+
+def not_a_stack(format: str) -> str:
+    """Why experts are not packed in a format; empty where they are, or it is no format's name."""
+    if format not in FORMATS:
+        return ""
+    if FORMATS[format].stacks:
+        return "" if FORMATS[format].lossless else ROUNDED_EXPERTS
+    held = ", ".join(name for name, kind in FORMATS.items() if kind.stacks)
+    return f"{format} holds no stack of experts: {held} do"
+
+
+def is_choosable(name: str) -> bool:
+    """Whether it is a format that may be chosen by its time: none is that is opt-in, nor the dense layer."""
+    return name in FORMATS and FORMATS[name].handicap < math.inf
+
+
+def is_lossless_file(format: str) -> bool:
+    """Whether files hold what is packed in this format in planes, for layers that are dense elsewhere."""
+    return format in FORMATS and FORMATS[format].saved_dense
 
 
 def with_own_files() -> list[str]:

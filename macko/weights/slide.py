@@ -117,6 +117,9 @@ class SlideWeight(PackedWeight):
         wide = torch.cat([w, largest.to(w)[:, None]], 1)
         return cls.from_dense(wide, 0, element).cut(1, 0, w.shape[1]).as_pattern(n)  # type: ignore[attr-defined]
 
+    def of_columns(self, w: Tensor, largest: Tensor) -> Self:
+        return self if self.element >= 2 else self.from_columns(w, largest, self.n, self.element)
+
     @classmethod
     def shapes(cls, rows: Any, cols: Any, options: Sequence[int]) -> list[Shape]:
         n, element, *_ = options

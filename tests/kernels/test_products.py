@@ -138,7 +138,8 @@ def test_opcheck(codec: Codec, device: str) -> None:
     made, op = codec.packed(codec.for_products(70, 130, rare=0.0), device), torch.ops.macko
     x, bias = codec.x(2, 3, 130).to(device), codec.x(70).to(device)
     torch.library.opcheck(op.dense, made.packed)
-    torch.library.opcheck(op.check, made.packed)
+    # sell's and bitmap's bytes are checked on the CPU.
+    torch.library.opcheck(op.check, (made.to("cpu") if made.format in ("sell", "bitmap") else made).packed)
     for given_x in (x, x.clone().requires_grad_()):
         torch.library.opcheck(op.linear, (given_x, *made.packed, bias))
         torch.library.opcheck(op.linear, (given_x, *made.packed))

@@ -228,6 +228,17 @@ def rings(folder: Path = H100) -> Lines:
     return ranked(wide(read(folder / "rings.jsonl"), "{tokens}", "{kernel} {dtype}"), "tokens")
 
 
+def experts() -> Lines:
+    """A stack in dense12 over torch's grouped product of the dense one, by model and matrix."""
+    lines = [
+        line for line in read(H100 / "experts.jsonl") if line["kernel"] != "sparse11"
+    ]  # of a mask that auto leaves
+    on = ("model", "rows", "cols", "batch")
+    return wide(
+        against(lines, {"kernel": "grouped_mm"}, *on, value="median_us"), "{model} {rows} {cols}", "{kernel} {batch}"
+    )
+
+
 # Under load: benchmarks.load.
 
 

@@ -322,6 +322,13 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{tokens} | {tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean} | {tile_rings float16 mean} | "
               "{sparse8_fp8_rings float16 mean}"),
     ),
+    "experts where": (lambda: read(H100 / "experts.jsonl"), WHERE),
+    "experts": (
+        records.experts,
+        Table("model | rows x cols | 1 sequence | 8 | 32 | 64 | 128",
+              "{model} | {rows} x {cols} | {dense12 1 gain:.2f}x | {dense12 8 gain:.2f}x | {dense12 32 gain:.2f}x | "
+              "{dense12 64 gain:.2f}x | {dense12 128 gain:.2f}x"),
+    ),
     "load where": (records.load, WHERE),
     "load": (records.load_tokens, load_table("tile", "sparse11", "dense12")),
     "load spread": (lambda: read(H100 / "load.jsonl"), load_spread),

@@ -192,7 +192,7 @@ def other_models() -> dict[str, tuple[str, dict[str, Any], list[str]]]:
     return {
         "OPT": ("OPTForCausalLM", opt, ["self_attn", "fc1", "fc2"]),
         "GPTNeoX": ("GPTNeoXForCausalLM", wide, ["attention", "mlp"]),
-        "Mixtral": ("MixtralForCausalLM", mixtral, ["self_attn"]),  # its experts are no nn.Linear
+        "Mixtral": ("MixtralForCausalLM", mixtral, ["self_attn", "mlp"]),
         "Falcon": ("FalconForCausalLM", {**sizes, "new_decoder_architecture": True}, ["self_attention", "mlp"]),
         "Bert": ("BertModel", wide, ["attention", "intermediate", "output"]),
     }

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import FORMATS, __version__, _library, ops
 from ..choose.times import gpu_name, measured_gpus, times_of
 from ..nn.linear import DTYPES
-from ..weights import SellWeight, SlideWeight
+from ..weights import SellWeight, SlideWeight, TileWeight
 
 
 class _Called(TorchDispatchMode):
@@ -29,6 +30,17 @@ class _Called(TorchDispatchMode):
         if namespace == "macko":
             self.names.add(name)
         return func(*args, **(kwargs or {}))
+
+
+def _test_experts(w: Tensor, x: Tensor) -> None:
+    """linear_experts of two experts, w and -w."""
+    rows = len(w)
+    filled = torch.nn.functional.pad(w, (0, 0, 0, -rows % 64))
+    stack = TileWeight.from_dense(torch.cat([filled, -filled]))
+    ends = torch.tensor([1, len(x)], dtype=torch.int32, device=w.device)
+    y = ops.linear_experts(x, *stack.packed, rows, ends).double()
+    wanted = x.double() @ w.double().t()
+    assert torch.equal(y, torch.cat([wanted[:1], -wanted[1:]])), "linear_experts is off"
 
 
 def self_test(device: torch.device, dtype: torch.dtype) -> None:
@@ -58,6 +70,8 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
             fields = {a.name: getattr(packed, a.name) for a in op._schema.arguments if hasattr(packed, a.name)}
             y = op(**fields, x=x[0].to(device, dtype))
             assert torch.equal(y.cpu().double(), x[0] @ wide.t()), f"{op} is off"
+    if dtype != torch.float32 and (device.type == "cpu" or TileWeight.runs(device, dtype, cols)):
+        _test_experts(w, x.to(device, dtype))
     if SlideWeight.runs(device, dtype):
         packed = SlideWeight.from_dense(w)
         lifted = ops.slide_quant_fused(x.to(device, dtype), packed.n, dtype)

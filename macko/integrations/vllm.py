@@ -259,7 +259,8 @@ class Packed(_Method):
         for name in self.stack.names:
             delattr(layer, name)
         layer.weight = nn.Parameter(packed, requires_grad=False)
-        layer.weight.weight_loader = self._loader(layer, "weight")  # of the empty one in the files, which may come last
+        # The files have an empty weight, too, which may come last.
+        layer.weight.weight_loader = self._loader(layer, "weight")  # type: ignore[attr-defined]
         layer.quant_method = self.dense  # to which vLLM's call at the end goes
         self.note(False)
         logger.info_once("macko unpacks linear layers here: dense products are faster")

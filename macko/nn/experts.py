@@ -263,7 +263,11 @@ class SparseExperts(nn.Module):
 
     def _linear(self, name: str, x: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
         y = self._part(name)(x, ends)
-        return y + getattr(self, f"{name}_bias")[ids] if self.has_bias else y  # rounded twice, as transformers does
+        if not self.has_bias:
+            return y
+        return (
+            y + getattr(self, f"{name}_bias")[ids.clamp(max=self.num_experts - 1)]
+        )  # rounded twice, as transformers does
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[tokens, hidden] for hidden_states [tokens, hidden], and of each token its experts and their weights [tokens,
@@ -275,10 +279,9 @@ class SparseExperts(nn.Module):
         ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
         experts = torch.arange(self.num_experts, device=ids.device, dtype=ids.dtype)
         ends = torch.searchsorted(ids, experts, right=True).to(torch.int32)
-        own = ids.clamp(max=self.num_experts - 1)
-        h = self._linear(first, x[order // top_k], ends, own)
+        h = self._linear(first, x[order // top_k], ends, ids)
         h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
-        y = self._linear(last, h, ends, own)
+        y = self._linear(last, h, ends, ids)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
         # Rounded as the weights' dtype says, which is float32 in some models.

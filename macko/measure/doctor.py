@@ -108,7 +108,7 @@ def kernels_of(device: torch.device) -> str:
 
 def main() -> int:
     """Prints the report; 0 when all is well."""
-    print(f"macko {__version__} in {Path(__file__).parent}")
+    print(f"macko {__version__} in {Path(__file__).parent.parent}")
     print(f"python {sys.version.split()[0]}, torch {torch.__version__}, CUDA of torch: {torch.version.cuda or 'none'}")
     print(f"CPU library: loaded, vector path {_library.cpu_path}, {torch.get_num_threads()} threads")
     print(f"CUDA library: {_library.cuda_missing or 'loaded'}")

@@ -101,7 +101,7 @@ VARIANTS |= {
     f"{kind.format}_{size}x{split}": (kind, f"tile_gemm={size}x{split}", range(33, 1 << 30))
     for kind in (TileWeight, Dense12Weight, Sparse11Weight)
     for size in GEMM_SIZES
-    for split in range(3)
+    for split in range(4)
 }
 
 

@@ -425,7 +425,8 @@ __device__ __forceinline__ void store_outputs(const many_task<CODEC> &task, uint
             named_barrier_sync(sums_ready(warpgroup, segments), SUMS_READY_THREADS);
             if (segment.first > 0) {
                 if (lane == 0)
-                    store_release(flag_of<SHAPE>(task, share, macko_slab_share_index(&share), warpgroup), task.epoch);
+                    store_release(flag_of<SHAPE>(task, share, macko_slab_given(&share, segment.tile), warpgroup),
+                                  task.epoch);
             } else {
                 if (lane == 0 && !task.plain && row < task.rows && token < task.tokens) {
                     const int output = macko_slab_output_of(&task.outputs, row);
@@ -696,12 +697,15 @@ __device__ __forceinline__ void consume(const many_task<CODEC> &task, uint32_t s
         // The store warp goes on: it raises the flag, or stores the output.
         const auto done = [&] { named_barrier_arrive(sums_ready(warpgroup, segments++), SUMS_READY_THREADS); };
         if (segment.first > 0) {
-            float4 *to = partials_of<SHAPE>(task, share, macko_slab_share_index(&share), warpgroup) + thread;
+            float4 *to = partials_of<SHAPE>(task, share, macko_slab_given(&share, segment.tile), warpgroup) + thread;
 #pragma unroll
             for (int j = 0; j < SHAPE::OUT_SUMS / 4; j++)
                 __stcg(to + j * MACKO_SLAB_WARPGROUP,
                        make_float4(sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3]));
-            done();
+            if (task.schedule.kept < task.schedule.half_slabs) // several ends: nothing else waits for the store warp
+                named_barrier_sync(sums_ready(warpgroup, segments++), SUMS_READY_THREADS);
+            else
+                done();
             continue;
         }
         if (segment.fixes_up)

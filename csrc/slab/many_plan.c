@@ -68,7 +68,7 @@ static int64_t time_of(const int *shares, int clusters, int half_slabs, int64_t 
         int64_t time = whole;
         if (in_tile && at < end) {
             const int count = (int)min_of(end - at, half_slabs - in_tile);
-            time = count * c->half_slab + c->exchange + c->give;
+            time += count * c->half_slab + c->exchange + c->give;
             given[i] = time + c->reach;
             at += count;
         }
@@ -155,22 +155,46 @@ static int64_t percent_over_l2(const macko_slab_many_problem *p) {
     return 100 * (max_of(least, min_of(bytes, most)) - least) / (most - least);
 }
 /* How much longer a half slab of a split tile takes. Clusters at different columns share nothing, and memory is waited for
- * (H100 under load, 4096 to 12288 columns, 2026-11-26: 1.47 to 1.58 times). Where tiles are split evenly only some columns
- * are walked at a time. */
-static int64_t split_percent(const macko_slab_many_problem *p, bool evenly) {
+ * (H100 under load, 4096 to 12288 columns, 2026-11-26: 1.47 to 1.58 times; where L2 holds all tokens, in bursts, 3072 to
+ * 5120 columns by 1024, 2026-11-27: 1.05 to 1.15). Where tiles are split evenly only some columns are walked at a time, and
+ * two where they are split into beginnings and ends. */
+static int64_t split_percent(const macko_slab_many_problem *p, int kind) {
     const int64_t over = percent_over_l2(p);
-    return evenly ? 100 : over ? 105 + over / 2 : 102;
+    return kind == MACKO_SLAB_SPLIT_EVENLY ? 100
+           : kind == MACKO_SLAB_SPLIT_ENDS ? 102 + over / 25
+                                           : max_of(112, 105 + over / 2);
 }
 
-/* So many clusters of a shape, and so many split tiles. */
-static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, int64_t split_tiles, bool evenly) {
+/* Deals so that clusters have the beginning of a tile each, and the others several ends; false where it does not pay. */
+static bool deal_ends(macko_slab_schedule *s, macko_slab_many_shape shape, const clocks *c, int64_t whole,
+                      int64_t *time) {
+    const int others = s->clusters - s->split, each = others > 0 ? (int)divide_up(s->split, others) : 0;
+    *time = INT64_MAX;
+    if (!each || shape.split_k > 1) return false;
+    /* Of fewer half slabs a warpgroup could be an end ahead of the other one: the x pipeline has five tiles. */
+    for (int kept = 1; kept + 4 <= s->half_slabs; kept++) {
+        const int64_t given = each * ((s->half_slabs - kept) * c->half_slab + c->give) + c->reach,
+                      took = whole + max_of(kept * c->half_slab, given) + c->add + c->epilogue;
+        if (took >= *time) continue;
+        *time = took;
+        s->kept = kept;
+    }
+    for (int i = 0; i <= s->clusters; i++)
+        s->shares[i] = (int)min_of(i, s->split) * s->kept +
+                       (int)min_of(s->split, max_of(0, i - s->split) * each) * (s->half_slabs - s->kept);
+    return *time < INT64_MAX;
+}
+
+/* So many clusters of a shape, and so many split tiles, in a way of MACKO_SLAB_SPLIT_. */
+static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, int64_t split_tiles, int kind) {
     const macko_slab_many_problem *p = s->problem;
     macko_slab_schedule found = {.row_blocks = (int)macko_slab_row_blocks(p->rows),
                                  .slabs = (int)macko_slabs_across(p->cols),
                                  .half_slabs = (int)divide_up(p->cols, MACKO_SLAB_HALF_COLS),
                                  .token_tiles = (int)divide_up(p->tokens, shape.tokens),
                                  .clusters = (int)clusters,
-                                 .split = (int)split_tiles};
+                                 .split = (int)split_tiles,
+                                 .kept = (int)divide_up(p->cols, MACKO_SLAB_HALF_COLS)};
     found.row_tiles = (int)divide_up(found.row_blocks, shape.row_blocks * (MACKO_SLAB_CLUSTER_BLOCKS / shape.split_k));
     const int64_t tiles = (int64_t)found.row_tiles * found.token_tiles, half_slabs = found.half_slabs;
     clocks c = clocks_of(shape);
@@ -179,21 +203,24 @@ static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, i
     const int64_t whole =
         divide_up(tiles - split_tiles, clusters) * (half_slabs * c.half_slab + c.exchange + c.epilogue);
     if (s->way) {
-        const int kind = !split_tiles ? MACKO_SLAB_SPLIT_NONE
-                         : evenly     ? MACKO_SLAB_SPLIT_EVENLY
-                                      : MACKO_SLAB_SPLIT_SOME;
         if (s->least < INT64_MAX || kind != s->way->split) return;
     } else if (whole + split_tiles * half_slabs / clusters * c.half_slab >= s->least) {
         return;
     }
     int64_t time = whole, workspace_bytes = 0;
     if (split_tiles) {
-        c.half_slab = c.half_slab * split_percent(p, evenly) / 100;
-        const int64_t sharing = evenly ? clusters / split_tiles * split_tiles : clusters; /* the others have no share */
-        const split_work work = {(int)sharing, (int)split_tiles, (int)half_slabs, shape.split_k, evenly, whole, c};
-        time = deal_best(&work, found.shares);
-        if (time == INT64_MAX) return;
-        for (int i = (int)sharing; i < found.clusters; i++) found.shares[i + 1] = found.shares[sharing];
+        c.half_slab = c.half_slab * split_percent(p, kind) / 100;
+        if (kind == MACKO_SLAB_SPLIT_ENDS) {
+            if (!deal_ends(&found, shape, &c, whole, &time)) return;
+        } else {
+            /* The others have no share. */
+            const bool evenly = kind == MACKO_SLAB_SPLIT_EVENLY;
+            const int64_t sharing = evenly ? clusters / split_tiles * split_tiles : clusters;
+            const split_work work = {(int)sharing, (int)split_tiles, (int)half_slabs, shape.split_k, evenly, whole, c};
+            time = deal_best(&work, found.shares);
+            if (time == INT64_MAX) return;
+            for (int i = (int)sharing; i < found.clusters; i++) found.shares[i + 1] = found.shares[sharing];
+        }
         while (!whole && found.shares[found.clusters - 1] == split_tiles * half_slabs) found.clusters--;
         workspace_bytes =
             macko_slab_many_flag_bytes(shape, found.clusters) +
@@ -220,7 +247,7 @@ static void consider_shape(search *s, macko_slab_many_shape shape, int at_once, 
         divide_up(macko_slab_row_blocks(p->rows), shape.row_blocks * (MACKO_SLAB_CLUSTER_BLOCKS / shape.split_k)) *
         divide_up(p->tokens, shape.tokens);
     if (!splits) {
-        consider(s, shape, min_of(tiles, clusters), 0, false);
+        consider(s, shape, min_of(tiles, clusters), 0, MACKO_SLAB_SPLIT_NONE);
         return;
     }
     /* What a last round of whole tiles leaves over, or that and a round more, so that no tile is split often. */
@@ -228,8 +255,11 @@ static void consider_shape(search *s, macko_slab_many_shape shape, int at_once, 
     for (int64_t split = left; left && split <= tiles && split <= left + clusters; split += clusters) {
         const int64_t used = min_of(clusters, split * half_slabs);
         if (split * half_slabs > INT32_MAX / 2 || (used < clusters && split < tiles)) break;
-        consider(s, shape, used, split, false);
-        if (2 * split <= used) consider(s, shape, used, split, true);
+        if (2 * split <= used)
+            consider(s, shape, used, split, MACKO_SLAB_SPLIT_EVENLY);
+        else
+            consider(s, shape, used, split, MACKO_SLAB_SPLIT_ENDS);
+        consider(s, shape, used, split, MACKO_SLAB_SPLIT_SOME);
     }
 }
 
@@ -260,6 +290,8 @@ bool macko_slab_many_choose(const macko_slab_many_problem *problem, const macko_
     macko_slab_schedule *schedule = &plan->schedule;
     schedule->by_clusters = macko_slab_divisor_of(schedule->clusters);
     schedule->by_half_slabs = macko_slab_divisor_of(schedule->half_slabs);
+    schedule->by_kept = macko_slab_divisor_of(schedule->kept);
+    schedule->by_end = macko_slab_divisor_of(max_of(1, schedule->half_slabs - schedule->kept));
     schedule->by_raster = macko_slab_divisor_of(MACKO_SLAB_RASTER_ROWS * (int64_t)schedule->token_tiles);
     find_first_slabs(schedule, plan->shape);
     return true;

@@ -69,7 +69,12 @@ typedef struct macko_slab_many_problem {
         [MACKO_SLAB_MANY_NUM_SHAPES]; /* of each shape that the device runs at once; 0 where the shape does not fit */
 } macko_slab_many_problem;
 
-enum { MACKO_SLAB_SPLIT_NONE, MACKO_SLAB_SPLIT_SOME, MACKO_SLAB_SPLIT_EVENLY /* each split tile alike */ };
+enum {
+    MACKO_SLAB_SPLIT_NONE,
+    MACKO_SLAB_SPLIT_SOME,
+    MACKO_SLAB_SPLIT_EVENLY, /* each split tile alike */
+    MACKO_SLAB_SPLIT_ENDS,   /* all but the ends of split tiles by a cluster each, several ends by one */
+};
 /* One way to do it, the knob tile_gemm: a shape, its rows instead of row blocks, and which tiles are split. */
 typedef struct macko_slab_many_way {
     int rows, tokens, split_k, split;

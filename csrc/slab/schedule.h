@@ -19,6 +19,14 @@
  * Whole tiles come first: all clusters walk the same columns of them at the same time, and find in L2 what the others
  * have read. After split ones each stood at columns of its own, and 4096 x 11008 by 4096 tokens took 2.0 GB from memory
  * for 0.47 GB (H100, ncu, 2026-11-26).
+ * Where split tiles are more than half as many as clusters, each may have a cluster for all but its end, and the others
+ * take several ends each, so that all walk one of two columns:
+ *
+ *     half slabs         0                      24      32        kept = 24
+ *     output tile 0      [== 24, cluster 3, fixes up ====][= 8 =]
+ *     output tile 1      [== 24, cluster 2, fixes up ====][= 8 =]  cluster 0 has all three ends
+ *     output tile 2      [== 24, cluster 1, fixes up ====][= 8 =]
+ *
  * A segment is what a share has of one tile. Both blocks of a cluster work on it: two halves of its half slabs
  * (split-K), or all of them for neighbouring rows.
  */
@@ -50,13 +58,16 @@ typedef struct macko_slab_divisor {
 } macko_slab_divisor;
 
 typedef struct macko_slab_schedule {
-    int row_blocks, slabs, half_slabs;        /* of the matrix; of a row block, those with a column in the matrix */
-    int row_tiles, token_tiles;               /* output tiles: their grid */
-    int clusters, split;                      /* the first `split` output tiles are split over all clusters */
-    int shares[MACKO_SLAB_MOST_CLUSTERS + 1]; /* where each begins: half slabs of the split tiles, tile after tile */
+    int row_blocks, slabs, half_slabs; /* of the matrix; of a row block, those with a column in the matrix */
+    int row_tiles, token_tiles;        /* output tiles: their grid */
+    int clusters, split;               /* the first `split` output tiles are split over all clusters */
+    int kept; /* half slabs of a split tile before its end; half_slabs: tiles are not split into beginning and end */
+    /* Where each begins: half slabs of the split tiles, tile after tile; first those before all ends, then the ends. */
+    int shares[MACKO_SLAB_MOST_CLUSTERS + 1];
     int first_slabs[MACKO_SLAB_MOST_CLUSTERS *
                     MACKO_SLAB_CLUSTER_BLOCKS];               /* of each block's first row block; -1: none */
     macko_slab_divisor by_clusters, by_half_slabs, by_raster; /* raster: MACKO_SLAB_RASTER_ROWS x all token tiles */
+    macko_slab_divisor by_kept, by_end;                       /* end: half_slabs - kept */
 } macko_slab_schedule;
 
 /* What a cluster works on. */
@@ -131,11 +142,17 @@ MACKO_SLAB_FN macko_slab_segment macko_slab_segment_at(const macko_slab_share *s
     const macko_slab_schedule *schedule = share->schedule;
     const bool whole = half < share->whole;
     const int at = whole ? half : share->split_begin + half - share->whole;
-    const int nth = macko_slab_divide(at, &schedule->by_half_slabs);
+    /* Shares of split tiles: the beginnings, tile after tile, then what is left of each. */
+    const int begins = schedule->split * schedule->kept;
+    const bool end = !whole && at >= begins;
+    const int length = whole ? schedule->half_slabs : end ? schedule->half_slabs - schedule->kept : schedule->kept;
+    const int nth = end ? macko_slab_divide(at - begins, &schedule->by_end)
+                        : macko_slab_divide(at, whole ? &schedule->by_half_slabs : &schedule->by_kept);
+    const int inside = at - (end ? begins : 0) - nth * length;
     macko_slab_segment s;
     s.tile = whole ? schedule->split + nth * schedule->clusters + share->cluster : nth;
-    s.first = at - nth * schedule->half_slabs;
-    s.end = macko_slab_min(schedule->half_slabs, s.first + share->half_slabs - half);
+    s.first = inside + (end ? schedule->kept : 0);
+    s.end = s.first + macko_slab_min(length - inside, share->half_slabs - half);
     s.fixes_up = s.first == 0 && s.end < schedule->half_slabs;
     const int each = (s.end - s.first + share->shape.split_k - 1) / share->shape.split_k;
     s.own = macko_slab_min(s.end, s.first + (share->shape.split_k > 1 ? share->rank * each : 0));
@@ -167,8 +184,14 @@ MACKO_SLAB_FN int macko_slab_nth(const macko_slab_segment *s, int i) {
 MACKO_SLAB_FN int macko_slab_contributors(const macko_slab_share *share, int tile) {
     const macko_slab_schedule *schedule = share->schedule;
     int count = 0;
+    if (schedule->kept < schedule->half_slabs) return 1;
     while (schedule->shares[macko_slab_share_index(share) + 1 + count] < (tile + 1) * schedule->half_slabs) count++;
     return macko_slab_uniform(count);
+}
+
+/* Which partial sums in the workspace a share has of a tile: who fixes up its own takes those that follow its index. */
+MACKO_SLAB_FN int macko_slab_given(const macko_slab_share *share, int tile) {
+    return share->schedule->kept < share->schedule->half_slabs ? tile + 1 : macko_slab_share_index(share);
 }
 
 /* Where an output tile lies. MACKO_SLAB_RASTER_ROWS row tiles follow each other at all token tiles, so both operands are

@@ -33,8 +33,9 @@ from tests.common import (
 )
 from tests.kernels.codecs import Tile
 
-#: Values of the knob tile_gemm: a size, and 0: no output tile is split (Stream-K), 1: some are, 2: all, evenly.
-GEMM_WAYS = tuple(f"{size}x{split}" for size in GEMM_SIZES for split in range(3))
+#: Values of the knob tile_gemm: a size, and 0: no output tile is split (Stream-K), 1: some are, 2: all, evenly,
+#: 3: by beginnings and ends.
+GEMM_WAYS = tuple(f"{size}x{split}" for size in GEMM_SIZES for split in range(4))
 GEMM_KEYS = tuple(f"tile_gemm={way}" for way in GEMM_WAYS)
 
 
@@ -132,7 +133,10 @@ def test_tiles_that_are_split_anywhere(way: str, plan: Plan) -> None:
     """Partial sums are given first, whole tiles follow, fix-up comes last; also half a slab, none for one of a pair."""
     plan(f"tile_gemm={way}")
     random = torch.Generator("cuda").manual_seed(1)
-    sizes = ((11008, 4096, 512), (8200, 1100, 700), (4096, 1500, 300), (4882, 270, 507))
+    sizes = (
+        *((11008, 4096, 512), (8200, 1100, 700), (4096, 1500, 300), (4882, 270, 507)),
+        *((9984, 1100, 700), (12000, 1500, 700)),  # more tiles are left than half of the clusters
+    )
     for (rows, cols, tokens), density in itertools.product(sizes, (0.65, 0.8)):
         w = sparse_integers(rows, cols, density, random)
         x = torch.randint(-1, 2, (tokens, cols), device="cuda", generator=random).half()
@@ -248,13 +252,18 @@ static int check_block(const macko_slab_many_plan *plan, int block, uint8_t *cov
         EXPECT(11, macko_slab_own_count(&s) <= divide_up(macko_slab_length(&s), plan->shape.split_k));
         EXPECT(3, place.row_tile < schedule->row_tiles && place.token_tile < schedule->token_tiles);
         /* Whole tiles come first, then sums are given; what waits for others comes last. */
-        EXPECT(4, s.first == 0 || (first_split && s.tile < schedule->split));
+        const bool ends = schedule->kept < half_slabs; /* only these may follow each other */
+        EXPECT(4, s.first == 0 || ((first_split || ends) && s.tile < schedule->split));
+        EXPECT(13, !ends || s.tile >= schedule->split || (s.first ? macko_slab_length(&s) >= 4 : s.fixes_up));
         /* Each block has some of what is given or of what comes behind it. */
         EXPECT(12, own_given < 0 || own_given + macko_slab_own_count(&s) > 0);
         own_given = s.first ? macko_slab_own_count(&s) : -1;
         EXPECT(5, s.fixes_up == (s.first == 0 && s.end < half_slabs));
         EXPECT(6, !s.fixes_up || (last && s.tile < schedule->split));
-        if (s.first) given[index] = s.tile + 1;
+        if (s.first) {
+            given[macko_slab_given(&share, s.tile)] = s.tile + 1;
+            EXPECT(14, !ends || index > s.tile); /* it starts before the share that has the beginning */
+        }
         if (s.fixes_up) {
             const int others = macko_slab_contributors(&share, s.tile);
             EXPECT(7, others > 0 && index + others < schedule->clusters);
@@ -326,7 +335,7 @@ int check_plans(uint64_t seed, int count, macko_slab_many_problem *p, macko_slab
         p->cols = 1 + below(64ll << below(8));
         p->tokens = 33 + below(64ll << below(6));
         for (int k = 0; k < MACKO_SLAB_MANY_NUM_SHAPES; k++) p->clusters[k] = below(4) ? at_once : 0;
-        *way = (macko_slab_many_way){shape.row_blocks * MACKO_SLAB_ROWS, shape.tokens, shape.split_k, (int)below(3)};
+        *way = (macko_slab_many_way){shape.row_blocks * MACKO_SLAB_ROWS, shape.tokens, shape.split_k, (int)below(4)};
         if (macko_slab_many_choose(p, way, &plan)) {
             const macko_slab_schedule *s = &plan.schedule;
             EXPECT(30, !memcmp(&plan.shape, &shape, sizeof shape));
@@ -384,9 +393,29 @@ int check_beyond_l2(void) {
                 macko_slab_many_plan plan;
                 if (tokens * cols * 2 < 32 << 20) continue;
                 EXPECT(60, macko_slab_many_choose(&p, NULL, &plan));
-                EXPECT(61, plan.schedule.split * 155 < 66 * 100);
+                EXPECT(61, plan.schedule.kept < plan.schedule.half_slabs || plan.schedule.split * 155 < 66 * 100);
                 EXPECT(62, plan.shape.split_k == 1 || rows * tokens < 66ll * 256 * 256 * 8);
             }
+    return 0;
+}
+
+/* What a share of a split tile has, after whole ones. */
+static int share(const macko_slab_many_plan *plan, int i) {
+    return plan->schedule.shares[i + 1] - plan->schedule.shares[i];
+}
+int check_shares_of_split_tiles(void) {
+    /* 96 tiles for 66 clusters. Who gives sums has fewer half slabs than who waits for them. */
+    macko_slab_many_problem p = {6144, 4096, 1024, {0}};
+    for (int k = 0; k < MACKO_SLAB_MANY_NUM_SHAPES; k++) p.clusters[k] = 66;
+    macko_slab_many_plan plan;
+    EXPECT(70, macko_slab_many_choose(&p, NULL, &plan) && plan.schedule.split == 30);
+    EXPECT(71, share(&plan, 0) > share(&plan, 1) && share(&plan, 0) + share(&plan, 1) == 32);
+    /* 56 tiles: each has a cluster, and the other ten have six ends each, but for the last. */
+    p.rows = 3584, p.cols = 18944;
+    EXPECT(72, macko_slab_many_choose(&p, NULL, &plan) && plan.schedule.split == 56 && plan.schedule.clusters == 66);
+    const int kept = plan.schedule.kept, ends = 148 - kept;
+    for (int i = 0; i < 66; i++) EXPECT(73, share(&plan, i) == (i < 56 ? kept : i < 65 ? 6 * ends : 2 * ends));
+    EXPECT(74, 6 * ends <= kept);
     return 0;
 }
 
@@ -537,6 +566,10 @@ def test_a_plan_does_not_depend_on_how_many_of_64_tokens_there_are(plans: ctypes
 def test_tiles_are_split_only_where_it_pays_beyond_l2(plans: ctypes.CDLL) -> None:
     """4096 x 11008 by 4096 tokens split 76 of 208 tiles, and took 1.6 times as long as the dense product."""
     assert plans.check_beyond_l2() == 0
+
+
+def test_split_tiles_are_shared_so_that_nobody_waits_long(plans: ctypes.CDLL) -> None:
+    assert plans.check_shares_of_split_tiles() == 0
 
 
 # What comes from outside.

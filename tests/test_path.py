@@ -98,6 +98,7 @@ def test_the_environment_is_read_and_what_it_says_wrongly_is_named() -> None:
         ("8.0+PTX", (9, 0), "", ("mma.sync", 512)),  # the code of an A100, which the driver compiles
         ("7.5+PTX", (9, 0), "", ("none", 0)),
         ("8.0 12.0+PTX", (8, 9), "", ("mma.sync", 512)),
+        ("8.0+PTX 9.0a", (12, 0), "", ("mma.sync", 512)),  # 9.0a is for 9.0 alone
         ("8.0 12.0+PTX", (8, 9), "tile_tokens=7", ("mma.sync", 7)),
         ("", (10, 0), "", ("mma.sync", 192)),
         ("", (7, 5), "tile_tokens=7", ("none", 0)),

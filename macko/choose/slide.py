@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from .. import _library
 from ..weights import (
     SLIDE_ELEMENTS,
     SLIDE_PATTERNS,
@@ -37,7 +38,7 @@ def slide_layout(w: Tensor | PackedWeight, n: int, dtype: torch.dtype, tokens: i
         return n
     gain = slide_gain(w, n, dtype, tokens)
     if gain is None:
-        return n if n == 2 or torch.cuda.get_device_capability(w.device) == (9, 0) else 0
+        return n if n == 2 or _library.code_capability(w.device) == (9, 0) else 0
     return n if gain >= 1 else 0
 
 

@@ -156,8 +156,8 @@ def packings(w: Tensor, small: bool) -> dict[str, Callable[[], PackedWeight]]:
         for bits in (0, *range(2, 7)) if small else (0,):
             made[f"sell {bits or 'chosen'} bits"] = partial(SellWeight.from_dense, w, gap_bits=bits)
     for kind in FORMATS.values():
-        runs = kind is TileWeight or w.device.type in kind.device_types  # tile's is dense rows on a CPU
-        if not runs or w.dtype not in kind.dtypes or kind in (MackoWeight, SellWeight, SlideWeight):
+        runs = kind.runs(w.device, w.dtype, w.shape[1]) or (kind is TileWeight and not w.is_cuda)  # by dense rows there
+        if not runs or kind in (MackoWeight, SellWeight, SlideWeight):
             continue
         if issubclass(kind, ByteWeight):  # scales of 1: with others sums are rounded, and not as integers are
             for name, codes in zip(KINDS, TYPES, strict=True):
@@ -264,8 +264,10 @@ def cases_of(
 def packing_cases(w: Tensor, name: str, device: torch.device) -> list[Case]:
     """Packed on both devices; what lies on one only, as a large w does, is compared with itself."""
     there = w.to(device)
-    kinds = [kind for kind in FORMATS.values() if kind is TileWeight or "cuda" in kind.device_types]
-    kinds = [kind for kind in kinds if w.dtype in kind.dtypes and kind not in (SellWeight, SlideWeight)]
+    kinds = [kind for kind in FORMATS.values() if "cuda" in kind.device_types and w.dtype in kind.dtypes]
+    kinds = [kind for kind in kinds if kind not in (SellWeight, SlideWeight)]
+    if there.is_cuda:
+        kinds = [kind for kind in kinds if kind.runs(device, w.dtype)]
     packs = [(kind, bytes_of(kind.from_dense(w)).to(device)) for kind in kinds]
     if there.is_cuda:
         packs.append((SellWeight, bytes_of(SellWeight.from_dense(there))))

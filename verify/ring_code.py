@@ -91,8 +91,8 @@ def clocks_of(code: list[tuple[int, str]], pairs: bool, slab_bytes: int) -> floa
     return count * warps / ISSUED
 
 
-def kernels(said: str) -> Iterator[dict[str, Any]]:
-    """What `ptxas -v` says of each kernel of rings: name, dtype, tokens, kind, registers, spilled bytes."""
+def kernels(said: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What `ptxas -v` says of each kernel of rings: its name; dtype, tokens, kind, registers, spilled bytes."""
     each = re.compile(
         r"Compiling entry function '(?P<name>\S+)'.*?(?P<stores>\d+) bytes spill stores.*?Used (?P<registers>\d+) reg",
         re.DOTALL,
@@ -102,15 +102,17 @@ def kernels(said: str) -> Iterator[dict[str, Any]]:
         if not shape:
             continue
         values = re.search(r"macko_byte_kind(\d)E", found["name"])
-        yield {
-            "name": found["name"],
-            "dtype": "float16" if "6__half" in found["name"] else "bfloat16",
-            **({"values": ("fp8", "int8")[int(values[1])]} if values else {}),
-            "tokens": int(shape[1]),
-            "kind": KINDS[0 if shape[2] == "1" else 2 if shape[3] == "1" else 1],
-            "registers": int(found["registers"]),
-            "spilled_bytes": int(found["stores"]),
-        }
+        yield (
+            found["name"],
+            {
+                "dtype": "float16" if "6__half" in found["name"] else "bfloat16",
+                **({"values": ("fp8", "int8")[int(values[1])]} if values else {}),
+                "tokens": int(shape[1]),
+                "kind": KINDS[0 if shape[2] == "1" else 2 if shape[3] == "1" else 1],
+                "registers": int(found["registers"]),
+                "spilled_bytes": int(found["stores"]),
+            },
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -137,9 +139,9 @@ def main(arguments: list[str] | None = None) -> int:
                     ]
                     for name, _, text in (part.partition("\n") for part in sass.split("Function : ")[1:])
                 }
-                for kernel in kernels(ran.stdout + ran.stderr):
+                for name, kernel in kernels(ran.stdout + ran.stderr):
                     pairs = kernel["kind"] == KINDS[0]
-                    kernel["issue_clocks"] = clocks_of(code[kernel.pop("name")], pairs, widest * UNIT_BYTES)
+                    kernel["issue_clocks"] = clocks_of(code[name], pairs, widest * UNIT_BYTES)
                     shared, kind = SHARED_KB[arch] * 1024, KINDS.index(kernel["kind"])
                     held = stages(kernel["tokens"], widest, shared, prefers_pairs, kind)
                     text = json.dumps({"codec": codec, "arch": f"sm_{arch}", **kernel, "stages": held or None})

@@ -34,7 +34,7 @@ from torch import Tensor
 
 import macko
 from benchmarks.timing import append_jsonl, commit
-from macko import FORMATS, EcWeight, MackoWeight, _library
+from macko import FORMATS, EcWeight, MackoWeight, _library, ops
 from macko.weights import (
     ByteWeight,
     Dense12Weight,
@@ -75,6 +75,7 @@ KNOBS: dict[str, Sequence[str]] = {
     "sell": ("", *FEW_SMS, OLD_COPIES, "stream_tokens=1000000"),
     "tile": ("", *FEW_SMS, OLD_COPIES, *RINGS, *(f"tile_tokens=1000000,tile_gemm={way}" for way in GEMM_WAYS)),
     "slide": ("", *FEW_SMS, OLD_COPIES),
+    "experts": ("", "sms=2", "shared_kb=99"),
     **dict.fromkeys(("dense12", "sparse11"), ("", *FEW_SMS, *RINGS, *(f"tile_gemm={way}" for way in OTHER_WAYS))),
     **dict.fromkeys(("dense8", "sparse8"), ("", *FEW_SMS, *RINGS, *(f"tile_gemm={way}" for way in GEMM_WAYS))),
 }
@@ -261,6 +262,26 @@ def cases_of(
         yield case("dense", packed.to_dense, w)
 
 
+#: Experts, and tokens of each: none, some, and more than a tile.
+EXPERTS, ROUTINGS = 4, ((1, 0, 2, 5), (0, 70, 0, 30))
+
+
+def expert_cases(
+    name: str, make: Callable[[], PackedWeight], w: Tensor, random: torch.Generator, placed: Callable[[Tensor], Tensor]
+) -> list[Case]:
+    """Products with w [experts, rows, cols], which make() packs as one matrix; two tokens are of no expert."""
+    packed, cases = make(), []
+    packed = dataclasses.replace(packed, **{k: placed(t) for k, t in packed.tensors().items()})  # type: ignore[type-var]
+    for counts in ROUTINGS:
+        x = integers((sum(counts) + 2, w.shape[2]), -1, 1, 1, random).to(w.dtype)
+        parts = [part.double() @ each.double().t() for part, each in zip(x.split([*counts, 2]), w, strict=False)]
+        wanted = torch.cat([*parts, parts[0].new_zeros(2, w.shape[1])]).to(w.dtype)
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(packed.device)
+        call = partial(ops.linear_experts, placed(x), *packed.packed, w.shape[1], placed(ends))
+        cases.append(Case(f"{name}, {sum(counts)} tokens", call, wanted.to(packed.device)))
+    return cases
+
+
 def packing_cases(w: Tensor, name: str, device: torch.device) -> list[Case]:
     """Packed on both devices; what lies on one only, as a large w does, is compared with itself."""
     there = w.to(device)
@@ -330,6 +351,15 @@ def problems(
                 full = f"{name} {about} {keys}".rstrip()
                 yield Problem(full, keys, partial(cases, full, keys, make, dense, largest))
         yield Problem(f"packing {about}", "", partial(packing_cases, w, about, device))
+        if lean and cols > LEAN_COLS:
+            continue
+        stack = w[: rows // EXPERTS * EXPERTS].view(EXPERTS, -1, cols)
+        filled = torch.nn.functional.pad(stack, (0, 0, 0, -stack.shape[1] % PART_ROWS)).view(-1, cols)
+        for name, make in packings(filled.to(device), small).items():
+            if FORMATS[name.partition(" ")[0]].stacks:
+                for keys in KNOBS["experts"] if device.type == "cuda" else ("",):
+                    full = f"experts {name} {about} {keys}".rstrip()
+                    yield Problem(full, keys, partial(expert_cases, full, make, stack, random, put))
 
 
 def compared(case: Case, wrong: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import macko
-from macko import FORMATS
+from macko import FORMATS, _library
 from macko.weights import Dense12Weight, PackedWeight, SellWeight, SlideWeight, Sparse11Weight, TileWeight
 from tests import layouts
 from tests.common import CPU_DTYPES, HALVES, assert_same_bits, device_dtypes, devices, random_vector, random_weight
@@ -154,6 +154,8 @@ def assert_same_bits_in_ranges(device: str, dtype: torch.dtype, kernels: str) ->
         for (on, name), ranges in SAME_BITS.items():
             if on != kernels or not FORMATS[name].runs(torch.device(device), dtype, cols):
                 continue
+            if name == "sell" and _library.slab_kernels()[0] != "wgmma":
+                continue  # without bulk copies dense rows begin after a few tokens
             packed = FORMATS[name].from_dense(w)
             for first, last in ranges:
                 wanted = packed.linear(x[:last])

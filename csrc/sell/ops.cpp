@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../core/device.h"
 #include "../core/knobs.h"
 #include "../macko/ops.h"
 #include "../torch/dense_rows.h"

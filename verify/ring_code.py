@@ -6,7 +6,8 @@
 A line a kernel: what ptxas says of it; where that GPU takes this shape for slabs of density 0.5, in how many stages
 (csrc/slab/ring_plan.h); and what all warps of a block together issue for such a slab, in clocks of an SM with four
 issue slots: the main loop's instructions, those of its copying loop as often as it runs, less what adds other blocks'
-sums and what walks a list of values that the table has no code for. That count is a reader's, good to a tenth.
+sums, what walks a list of values that the table has no code for, and the fetch of tokens at the matrix's right edge.
+That count is a reader's, good to a tenth.
 Fails where a kernel for 1 to 32 tokens spills. Needs nvcc and cuobjdump, no GPU. Lines that are kept:
 benchmarks/results/code.
 """
@@ -79,9 +80,15 @@ def clocks_of(code: list[tuple[int, str]], pairs: bool, slab_bytes: int) -> floa
         begin = min(at for at, text in body if at > max(takes) and "DEPBAR" in text)
     warps = WARPS // 2 if pairs else WARPS
     turns = max(1, -(-slab_bytes // (warps * 32 * 16 * COPIES)))
+    edges = [
+        (at, int(found[1], 16))
+        for at, text in body
+        if (found := re.match(r"BRA\b.*?0x([0-9a-f]+)", text))
+        and any("ZFILL" in other for place, other in body if at < place < int(found[1], 16))
+    ]
     count = 0
     for at, _ in body:
-        times = 1
+        times = 0 if any(first < at < last for first, last in edges) else 1
         for first, last in loops:
             if begin <= first <= at <= last < end:
                 inside = [text for place, text in body if first <= place <= last]

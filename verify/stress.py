@@ -335,14 +335,15 @@ def problems(
         for name, (n, element, largest) in SLIDES.items():
             if SlideWeight.runs(device, torch.float8_e4m3fn if element == 1 else dtype):
                 made.append((name, partial(slide, w, n, element, largest, device), None, largest))
-        if dtype in Dense12Weight.dtypes:
+        if Dense12Weight.runs(device, dtype):
             made.append(("dense12 with a list", partial(with_list, w, random, device), None, 0))
         if lean and cols > LEAN_COLS:
             narrow = w[:, :LEAN_COLS].contiguous()
             made = [each for each in made if each[0].startswith(OTHER_KERNELS)]
             wide = packings(narrow.to(device), small).items()
             made += [(name, make, narrow, 0) for name, make in wide if not name.startswith(OTHER_KERNELS)]
-            made.append(("dense12 with a list", partial(with_list, narrow, random, device), None, 0))
+            if Dense12Weight.runs(device, dtype):
+                made.append(("dense12 with a list", partial(with_list, narrow, random, device), None, 0))
         for name, make, dense, largest in made:
             varied = device.type == "cuda" and ("sell" not in name or "chosen" in name)
             for keys in KNOBS.get(name.partition(" ")[0], ("",)) if varied else ("",):

@@ -59,7 +59,7 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
     Tokens x{};
     if (grouped && (!fits || tokens > experts * MACKO_EXPERTS_MANY)) {
         Tensor w = torch::stable::new_empty(data, {experts, padded, m.cols});
-        STD_CUDA_CHECK(slab_unpack(m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
+        unpack_rows(op, m, 0, m.rows, w.mutable_data_ptr(), current_stream(data));
         y = grouped_product(as_aligned(x_any), narrowed(w, 1, 0, rows), ends);
         plan = macko_experts_plan_of_zeros(&problem); // of rows that are no expert's it writes nothing
     } else {

@@ -295,7 +295,9 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
                 hook = layer.register_forward_hook(lambda layer, args, y, name=name: compare(name, layer, args[0], y))
                 hooks.enter_context(hook)
             elif isinstance(layer, PackedStack):
-                hook = layer.register_forward_hook(lambda part, args, y, name=name: compare_experts(name, part, *args, y))
+                hook = layer.register_forward_hook(
+                    lambda part, args, y, name=name: compare_experts(name, part, *args, y)
+                )
                 hooks.enter_context(hook)
         for count in sorted({min(count, prompt.shape[1]) for count in tokens}):
             worst.append({"tokens": count, "of_bound": 0.0})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..choose.auto import sparse11_of, too_many_listed
 from ..choose.options import Options
-from ..ops import linear_experts
+from ..ops import expert_order, expert_sum, linear_experts
 from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
 from ..weights.registry import ROUNDED_EXPERTS, not_a_stack
 from .find import Filter, matching
@@ -147,9 +147,13 @@ class PackedStack(nn.Module):
     def stack(self) -> Stack:
         return Stack(self.kind(**self._buffers, **self.sizes), self.experts, self.rows)  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Of rows ends[e - 1] up to ends[e] of x the products with expert e; of those behind the last end zeros."""
-        return linear_experts(x, list(self._buffers.values()), self.header, self.rows, ends)  # type: ignore[arg-type]
+    def forward(self, x: Tensor, ends: Tensor, order: Tensor | None = None, top_k: int = 1) -> Tensor:
+        """The products of macko.ops.linear_experts."""
+        return linear_experts(x, list(self._buffers.values()), self.header, self.rows, ends, order, top_k)  # type: ignore[arg-type]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stack.packed.dtype
 
     @property
     def is_saved_dense(self) -> bool:
@@ -261,35 +265,28 @@ class SparseExperts(nn.Module):
             return w.transpose(1, 2).contiguous() if self.is_transposed else w.contiguous()
         return super().__getattr__(name)
 
-    def _linear(self, name: str, x: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
-        y = self._part(name)(x, ends)
+    def _biased(self, name: str, y: Tensor, ids: Tensor, order: Tensor) -> Tensor:
+        """y rounded, and its sum with the bias, as transformers does it."""
         if not self.has_bias:
             return y
-        return (
-            y + getattr(self, f"{name}_bias")[ids.clamp(max=self.num_experts - 1)]
-        )  # rounded twice, as transformers does
+        return y + getattr(self, f"{name}_bias")[ids.flatten()[order].clamp(max=self.num_experts - 1)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[tokens, hidden] for hidden_states [tokens, hidden], and of each token its experts and their weights [tokens,
         top_k]. No host looks at the routing. An id of num_experts and more is another process' expert: it adds nothing.
         """
-        tokens, top_k = top_k_index.shape
         first, last = projections(self)
-        x = hidden_states if autocast_dtype(hidden_states) is None else hidden_states.to(self.stack(first).packed.dtype)
-        ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        experts = torch.arange(self.num_experts, device=ids.device, dtype=ids.dtype)
-        ends = torch.searchsorted(ids, experts, right=True).to(torch.int32)
-        h = self._linear(first, x[order // top_k], ends, ids)
+        part = self._part(first)
+        x = hidden_states if autocast_dtype(hidden_states) is None else hidden_states.to(part.dtype)
+        order, places, ends = expert_order(top_k_index, self.num_experts)
+        h = self._biased(first, part(x, ends, order, top_k_index.shape[1]), top_k_index, order)
         h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
-        y = self._linear(last, h, ends, ids)
+        y = self._biased(last, self._part(last)(h, ends), top_k_index, order)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
-        # Rounded as the weights' dtype says, which is float32 in some models.
-        y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        if getattr(self, "_is_expert_parallel", False):
-            y = y.masked_fill((ids >= self.num_experts).unsqueeze(-1), 0)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return y[back].view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+        if top_k_weights.dtype not in (y.dtype, torch.float32):
+            top_k_weights = top_k_weights.float()
+        return expert_sum(y, places, top_k_weights).to(hidden_states.dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from macko import ops
 
-from ..test_experts import CODECS, ROUTINGS, expected, small, stacked
+from ..test_experts import CODECS, PAIRS, ROUTINGS, expected, expected_order, expected_sum, routed, small, stacked
 
 pytestmark = pytest.mark.gpu
 
@@ -80,3 +80,35 @@ def test_a_graph_captured_once_takes_other_routings() -> None:
         graph.replay()
         assert torch.equal(y, ops.linear_experts(x, *packed.packed, rows, ends))
         assert not y[tokens - 5 :].any()
+
+
+@pytest.mark.parametrize("hazard", PAIRS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_pairs_are_sorted_by_expert(dtype: torch.dtype, hazard: str) -> None:
+    ids, experts = routed(hazard, dtype)
+    for got, wanted in zip(ops.expert_order(ids.cuda(), experts), expected_order(ids, experts), strict=True):
+        assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize("cols", [24, 1537, 2048])
+@pytest.mark.parametrize("kinds", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")], ids=str)
+def test_a_tokens_experts_add_up_with_torchs_roundings(kinds: tuple[str, str], cols: int) -> None:
+    ids, experts = routed("more_pairs_than_a_block_has_threads")
+    _, places, _ = ops.expert_order(ids.cuda(), experts)
+    x = torch.randn(ids.numel(), cols).to("cuda", getattr(torch, kinds[0]))
+    weights = torch.rand(ids.shape).to("cuda", getattr(torch, kinds[1]))
+    assert torch.equal(ops.expert_sum(x, places, weights), expected_sum(x, places, weights))
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 600])  # a tile of 16 tokens, of more, and dense rows
+@pytest.mark.parametrize("format", ["dense12", "sparse11"])
+def test_an_order_takes_rows_of_x_where_they_are(format: str, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    packed = stacked(small(4, 128, 320).cuda(), format)
+    x, ids = small(tokens, 320, zeros=0.9).cuda(), torch.randint(0, 5, (tokens, 2)).cuda()
+    order, _, ends = ops.expert_order(ids, 4)
+    y = ops.linear_experts(x, *packed.packed, 128, ends, order, 2)
+    assert torch.equal(y, ops.linear_experts(x[order // 2], *packed.packed, 128, ends))
+    assert torch.equal(
+        y.double().cpu(), expected(x[order // 2].cpu(), packed.to_dense().view(4, 128, 320).cpu(), ends.cpu())
+    )

@@ -147,9 +147,11 @@ class PackedStack(nn.Module):
     def stack(self) -> Stack:
         return Stack(self.kind(**self._buffers, **self.sizes), self.experts, self.rows)  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor, ends: Tensor, order: Tensor | None = None, top_k: int = 1) -> Tensor:
+    def forward(
+        self, x: Tensor, ends: Tensor, order: Tensor | None = None, top_k: int = 1, gated: bool = False
+    ) -> Tensor:
         """The products of macko.ops.linear_experts."""
-        return linear_experts(x, list(self._buffers.values()), self.header, self.rows, ends, order, top_k)  # type: ignore[arg-type]
+        return linear_experts(x, list(self._buffers.values()), self.header, self.rows, ends, order, top_k, gated)  # type: ignore[arg-type]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -265,6 +267,12 @@ class SparseExperts(nn.Module):
             return w.transpose(1, 2).contiguous() if self.is_transposed else w.contiguous()
         return super().__getattr__(name)
 
+    def _gates_by_silu(self) -> bool:
+        """Whether the gate is the one that linear_experts has: transformers' own, and silu."""
+        gate = getattr(self.experts_class, "_apply_gate", None)
+        own = getattr(gate, "__module__", "") != "transformers.integrations.moe"
+        return not own and self.has_gate and type(self.act_fn).__name__ in ("SiLU", "SiLUActivation")
+
     def _biased(self, name: str, y: Tensor, ids: Tensor, order: Tensor) -> Tensor:
         """y rounded, and its sum with the bias, as transformers does it."""
         if not self.has_bias:
@@ -280,8 +288,9 @@ class SparseExperts(nn.Module):
         x = hidden_states if autocast_dtype(hidden_states) is None else hidden_states.to(part.dtype)
         order, places, ends = expert_order(top_k_index, self.num_experts)
         h = self._biased(first, part(x, ends, order, top_k_index.shape[1]), top_k_index, order)
-        h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
-        y = self._biased(last, self._part(last)(h, ends), top_k_index, order)
+        if not (gated := self._gates_by_silu()):
+            h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
+        y = self._biased(last, self._part(last)(h, ends, gated=gated), top_k_index, order)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
         if top_k_weights.dtype not in (y.dtype, torch.float32):

@@ -108,7 +108,7 @@ def linear_experts(
     Raises:
         RuntimeError: wrong device, dtype or shape; a layout that is not of slabs; on the CPU ends that fall.
     """
-    return call(torch.ops.macko.linear_experts, x, tensors, header, rows, ends, order, top_k, gated)
+    return call(torch.ops.macko.linear_experts.default, x, tensors, header, rows, ends, order, top_k, gated)
 
 
 def expert_order(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,7 +126,7 @@ def expert_order(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         RuntimeError: wrong dtype or shape, or experts is under 0 or, on a GPU, some 6,000.
     """
-    return call(torch.ops.macko.expert_order, ids, experts)  # type: ignore[no-any-return]
+    return call(torch.ops.macko.expert_order.default, ids, experts)  # type: ignore[no-any-return]
 
 
 def expert_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def expert_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     Raises:
         RuntimeError: wrong device, dtype or shape.
     """
-    return call(torch.ops.macko.expert_sum, x, places, weights)  # type: ignore[no-any-return]
+    return call(torch.ops.macko.expert_sum.default, x, places, weights)  # type: ignore[no-any-return]
 
 
 def has_tangent(x: Tensor) -> bool:

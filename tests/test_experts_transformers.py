@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import macko
 from macko.choose.options import Options
 from macko.nn.experts import SparseExperts, Stack, UnfoldedExperts, is_experts, oriented, projections
+from tests.common import two_processes
 
 transformers = pytest.importorskip("transformers", minversion="5.19")
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 80, 3
@@ -408,3 +409,74 @@ def test_save_model_refuses_sparse_experts_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts holds packed experts, which save_pretrained"):
         macko.save_model(model, tmp_path / "file.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+# ---- Several processes -----------------------------------------------------------------------------------------------
+
+PARALLEL = """
+import os, sys
+import pytest, torch
+import torch.distributed as dist
+import macko
+from macko.nn.experts import SparseExperts
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+dense, by_expert, store, rank = *sys.argv[1:4], int(sys.argv[4])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+def load(folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager", **options)
+    return model.eval()
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(3, 36).view(3, 11), use_cache=False).logits
+
+config = {"quantization_config": macko.MackoConfig(format="dense12", ignore=("lm_head", "q_proj", "o_proj"))}
+whole = load(dense).model.layers[1].mlp.experts
+for how in ({"tp_size": 2}, {"tp_size": 2, "ep_size": 2}):
+    asked = {"distributed_config": DistributedConfig(**how)}
+    wanted = logits(load(dense, **asked))
+    model = load(dense, **asked, **config)
+    found = [module for module in model.modules() if isinstance(module, SparseExperts)]
+    assert len(found) == 2, how
+    assert torch.equal(logits(model), wanted), how  # the same sums in the same order, of the same products
+    gate, up = whole.gate_up_proj.chunk(2, 1)
+    if "ep_size" in how:
+        own, down = (part.chunk(2)[rank] for part in (whole.gate_up_proj, whole.down_proj))
+    else:
+        own = torch.cat([gate.chunk(2, 1)[rank], up.chunk(2, 1)[rank]], 1)
+        down = whole.down_proj.chunk(2, 2)[rank]
+    assert torch.equal(found[1].gate_up_proj, own) and torch.equal(found[1].down_proj, down), how
+    out = model.generate(torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert out.shape == (1, 10)
+    with pytest.raises(ValueError, match="layers.0.mlp.experts holds one process' part of packed experts"):
+        model.save_pretrained(f"{store}.saved")
+    with pytest.raises(ValueError, match="hold its experts packed one by one, of which no process gets a part yet"):
+        load(by_expert, **asked)
+    ignore = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+    report = macko.sparsify_(load(dense, **asked), format="dense12", ignore=ignore, progress=False)
+    reasons = {row.reason for row in report if row.name.endswith("gate_up_proj")}
+    assert "its weight is a DTensor: load the model with a macko.MackoConfig" in " ".join(reasons)
+    dist.barrier()
+os._exit(0)  # in some runs the end of gloo's threads aborts a rank that has done all (torch 2.13)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="of transformers before 5.23"
+)
+def test_two_processes_have_parts_of_experts_and_whole_ones(tmp_path: Path) -> None:
+    """Tensor parallelism cuts each expert, expert parallelism gives a process half of them: dense's logits."""
+    torch.manual_seed(0)
+    sizes = {**COMMON, "hidden_size": 256, **MODELS["mixtral"], "intermediate_size": 512}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("mixtral", **sizes), dtype=torch.bfloat16
+    )
+    model.save_pretrained(tmp_path / "dense")
+    macko.prune_(model, 0.6, progress=False)
+    macko.sparsify_(model, progress=False)
+    model.save_pretrained(tmp_path / "by expert")
+    two_processes(PARALLEL, str(tmp_path / "dense"), str(tmp_path / "by expert"), str(tmp_path / "store"))

@@ -113,7 +113,7 @@ Tensor linear_experts(const Packed &p, const Tensor &x_given, int64_t rows, cons
     const bool grouped = data.scalar_type() == ScalarType::BFloat16 && rows % 8 == 0 && m.cols % 8 == 0;
     if (!fits && !grouped) fail(op, "no kernel for ", experts, " experts of ", rows, " x ", m.cols, " on this GPU");
     Tokens x{};
-    if (grouped && (!fits || tokens > experts * MACKO_EXPERTS_MANY)) {
+    if (grouped && (!fits || tokens > experts * macko_knob_number(MACKO_KNOB_TILE_TOKENS, MACKO_EXPERTS_MANY))) {
         Tensor w = torch::stable::new_empty(data, {experts, padded, m.cols});
         STD_CUDA_CHECK(slab_unpack(m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
         const Tensor sorted = order ? rows_in_order(op, x_any, *order, top_k) : as_aligned(x_any);

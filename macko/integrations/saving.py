@@ -46,6 +46,7 @@ def _as_packed(save: Any) -> Any:
         given = call.arguments
         if getattr(self, "_hf_peft_config_loaded", False):  # saves the adapters alone
             return save(*call.args, **call.kwargs)
+        tensor_parallel.check_experts(self)
         with unfolded(self, saved_by_expert), _as_it_is(self, given.get("state_dict")) as (state, layers):
             if state is not None:
                 given["state_dict"] = state

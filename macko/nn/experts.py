@@ -287,10 +287,10 @@ class SparseExperts(nn.Module):
         part = self._part(first)
         x = hidden_states if autocast_dtype(hidden_states) is None else hidden_states.to(part.dtype)
         order, places, ends = expert_order(top_k_index, self.num_experts)
-        h = self._biased(first, part(x, ends, order, top_k_index.shape[1]), top_k_index, order)
+        h = self._biased(first, part(x, ends, order, top_k_index.shape[1], False), top_k_index, order)
         if not (gated := self._gates_by_silu()):
             h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
-        y = self._biased(last, self._part(last)(h, ends, gated=gated), top_k_index, order)
+        y = self._biased(last, self._part(last)(h, ends, None, 1, gated), top_k_index, order)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
         if top_k_weights.dtype not in (y.dtype, torch.float32):

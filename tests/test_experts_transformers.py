@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import macko
 from macko.choose.options import Options
+from macko.cli import main
 from macko.nn.experts import SparseExperts, Stack, UnfoldedExperts, is_experts, oriented, projections
 from tests.common import two_processes
 
@@ -384,6 +385,46 @@ def test_sparse_experts_are_saved_one_by_one_and_read_again(kind: str, tmp_path:
     more = tensors_of(tmp_path / "once_more")
     assert keys.keys() == more.keys()
     assert all(torch.equal(keys[key], more[key]) for key in keys)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("format", ["auto", "dense12"])
+def test_converted_there_and_back(
+    format: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(kind, 0.6 if format == "auto" else 0.0)
+    model.save_pretrained(tmp_path / "dense")
+    model.set_experts_implementation("grouped_mm")
+    wanted = logits(model)
+    dense, packed, back = (str(tmp_path / name) for name in ("dense", "packed", "back"))
+    assert main(["convert", dense, packed, "--format", format]) == 0
+    before = tensors_of(tmp_path / "dense")
+    keys = tensors_of(tmp_path / "packed")
+    assert any(re.search(r"model\.layers\.1\.mlp\.experts\.3\.gate_proj\.", key) for key in keys)
+    assert not any(key in keys for key in before if ".experts." in key and keys.get(key, torch.ones(1)).numel())
+    read = load(tmp_path / "packed")
+    assert torch.equal(logits(read), wanted)
+    assert len(sparse_of(read)) == (2 if format == "auto" else 0)  # dense12 is for GPUs, and this is a CPU
+    monkeypatch.setattr("macko.integrations.transformers.is_held_packed", lambda weight, device: True)
+    on_gpus = load(tmp_path / "packed")
+    assert len(sparse_of(on_gpus)) == 2
+    held = {stack.packed.format for module in sparse_of(on_gpus) for stack in module.packed_stacks().values()}
+    assert held == {"dense12"} if format == "dense12" else held <= {"tile", "sparse11"}
+    assert torch.equal(logits(on_gpus), wanted)
+    assert main(["convert", packed, back, "--to", "dense"]) == 0
+    after = tensors_of(tmp_path / "back")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key] + 0.0) for key in before)
+    assert "dense again" in capsys.readouterr().out
+
+
+def test_back_to_one_tensor_of_all_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of("gpt_oss", 0.6)
+    macko.sparsify_(model, progress=False)
+    model.save_pretrained(tmp_path / "packed")
+    assert main(["convert", str(tmp_path / "packed"), str(tmp_path / "back"), "--to", "dense"]) == 1
+    assert "a dense GptOssForCausalLM has the experts of model.layers.0.mlp.experts in one" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
 
 
 def test_experts_that_lack_zeros_stay_dense_as_they_are_read(tmp_path: Path) -> None:

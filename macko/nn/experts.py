@@ -399,32 +399,44 @@ class UnfoldedExperts(nn.Module):
         return final
 
     def fold(self, options: Options) -> nn.Module:
-        """The module that it was made of; SparseExperts where that is dense and these layers are packed by now.
+        """Of what these layers hold by now the module that they were made of, dense, or SparseExperts.
 
-        Raises:
-            ValueError: some of them are packed and some are not, or no stack holds them.
+        Packed are those whose files have them sparse; of dense ones, in 12 bits, where all of them are held so.
         """
         experts = self.of[0]
         ones: list[Any] = [self._modules[str(e)] for e in range(experts.num_experts)]
-        are_packed = {isinstance(layer, SparseLinear) for one in ones for layer in one.children()}
-        if isinstance(experts, SparseExperts) or True not in are_packed:
-            return experts
-        if False in are_packed:
-            raise ValueError("some experts of a module are packed and some are not")
-        folded = SparseExperts(experts, {})
+        layers = [layer for one in ones for layer in one.children()]
+        packed = [layer.packed for layer in layers if isinstance(layer, SparseLinear)]
+        if kept := {weight.format for weight in packed if weight.of_dense}:
+            options = Options(*kept)
+        stacks: dict[str, Stack] = {}
         for key in projections(experts):
-            layers = [[getattr(one, name) for name in self.parts(key)] for one in ones]
-            w = torch.stack([self._joined([layer.packed.to_dense() for layer in parts]) for parts in layers])
-            folded.hold(key, Stack.from_dense(w, options))
+            parts = [[getattr(one, name) for name in self.parts(key)] for one in ones]
+            w = torch.stack([self._joined([_dense_weight(layer) for layer in of_one]) for of_one in parts])
+            with contextlib.suppress(ValueError):  # which no stack holds
+                if len(packed) == len(layers):
+                    stacks[key] = Stack.from_dense(w, options)
+            if key not in stacks:
+                w = w.transpose(1, 2).contiguous() if experts.is_transposed else w
+                experts._parameters[key] = nn.Parameter(w, requires_grad=False)
             if experts.has_bias:
-                bias = torch.stack([self._joined([layer.bias.detach() for layer in parts]) for parts in layers])
-                folded._parameters[f"{key}_bias"] = nn.Parameter(bias, requires_grad=False)
-        return folded
+                bias = torch.stack([self._joined([layer.bias.detach() for layer in of_one]) for of_one in parts])
+                experts._parameters[f"{key}_bias"] = nn.Parameter(bias, requires_grad=False)
+        if len(stacks) == len(projections(experts)):
+            return SparseExperts(experts, stacks)
+        for key, stack in stacks.items():  # all of it is packed, or nothing
+            w = stack.to_dense().transpose(1, 2) if experts.is_transposed else stack.to_dense()
+            experts._parameters[key] = nn.Parameter(w.contiguous(), requires_grad=False)
+        return experts
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if self.of[0].is_concatenated else torch.stack(parts, 1).flatten(0, 1)
+
+
+def _dense_weight(layer: nn.Linear) -> Tensor:
+    return layer.packed.to_dense() if isinstance(layer, SparseLinear) else layer.weight.detach()
 
 
 def _layer(weight: Tensor, bias: nn.Parameter | None, is_packed: bool) -> nn.Linear:
@@ -453,11 +465,7 @@ def unfold_(model: nn.Module, which: Callable[[str, nn.Module], bool]) -> list[s
 
 def fold_(model: nn.Module, names: Iterable[str], options: Options) -> None:
     for name in names:
-        unfolded = model.get_submodule(name)
-        try:
-            put(model, name, unfolded.fold(options))  # type: ignore[operator]
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        put(model, name, model.get_submodule(name).fold(options))  # type: ignore[operator]
 
 
 @contextlib.contextmanager

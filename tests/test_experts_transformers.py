@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import macko
+from macko.choose.exponents import outside_table
 from macko.choose.options import Options
 from macko.cli import main
 from macko.nn.experts import SparseExperts, Stack, UnfoldedExperts, is_experts, oriented, projections
@@ -186,6 +187,34 @@ def test_models_give_the_logits_of_dense(kind: str, format: str, zeros: float) -
     assert torch.equal(logits(model), wanted)
 
 
+def test_an_adapter_on_the_other_layers_trains_as_on_the_dense_model() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    grads, tokens = [], torch.randint(3, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    for packs in (False, True):
+        model = model_of("qwen3_moe")
+        if packs:
+            macko.sparsify_(model, format="dense12", progress=False)
+            assert len(sparse_of(model)) == 2
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+        adapted = peft.get_peft_model(model, config).train()
+        adapted(tokens, labels=tokens).loss.backward()
+        grads.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys() != set()
+    assert all("lora" in name for name in grads[1])
+    for name, grad in grads[0].items():
+        assert (grads[1][name] - grad).abs().max() <= 0.03 * grad.abs().max(), name
+
+
+def test_an_adapter_of_packed_experts_finds_no_parameter() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = model_of("qwen3_moe")
+    macko.sparsify_(model, format="dense12", progress=False)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.warns(RuntimeWarning, match=r"mlp.experts.gate_up_proj'\} were set but no parameter was matched"):
+        peft.get_peft_model(model, config)
+
+
 def test_a_bad_layer_leaves_experts_as_they_were() -> None:
     model = model_of("mixtral")
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -317,7 +346,40 @@ def test_pruned_experts_have_their_share_of_zeros_each(kind: str, method: str) -
 def test_an_expert_without_tokens_is_said() -> None:
     model = model_of("qwen3_moe")
     with pytest.warns(UserWarning, match="experts"):
-        macko.prune_(model, 0.5, "wanda", calibration=[torch.tensor([[5]])], progress=False)
+        report = macko.prune_(model, 0.5, "wanda", calibration=[torch.tensor([[5]])], progress=False)
+    # Of eight experts in two layers one token reaches four each; the other four have three layers each.
+    assert re.search(
+        r"no input reached them in calibration: model\S+experts.\d.\w+_proj, .* and 20 more\.", str(report)
+    )
+
+
+class Alone(nn.Module):
+    """Experts as a model."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.experts(*args)
+
+
+def test_moe_pruner_weighs_an_experts_inputs_as_its_router_does() -> None:
+    """Of one expert, half of the columns are of inputs that are larger, but that the router hardly counts."""
+    model, half = Alone(tiny("MixtralExperts").float()), HIDDEN // 2
+    with torch.no_grad():
+        model.experts.gate_up_proj.fill_(1.0)  # type: ignore[union-attr, operator]
+    x = torch.zeros(8, HIDDEN)
+    x[:4, :half], x[4:, half:] = 3.0, 2.0
+    batch = (x, torch.zeros(8, 1, dtype=torch.long), torch.tensor([[0.1]] * 4 + [[0.9]] * 4))
+    zeros = {}
+    for method in ("wanda", "moe-pruner"):
+        pruned = copy.deepcopy(model)
+        with pytest.warns(UserWarning, match="no input reached"):  # the other experts
+            macko.prune_(pruned, 0.5, method, calibration=[batch], progress=False)
+        zeros[method] = (pruned.experts.gate_up_proj[0] == 0).all(0)  # type: ignore[union-attr, index]
+    assert zeros["wanda"].nonzero().flatten().tolist() == list(range(half, HIDDEN))
+    assert zeros["moe-pruner"].nonzero().flatten().tolist() == list(range(half))
 
 
 @torch.no_grad()
@@ -450,6 +512,32 @@ def test_save_model_refuses_sparse_experts_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts holds packed experts, which save_pretrained"):
         macko.save_model(model, tmp_path / "file.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])  # of matrices one by one, and of one tensor
+def test_inspect_counts_what_one_table_lists_and_what_one_a_matrix(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(kind)
+    stacks, elements, one, each = [], 0, 0, 0
+    with torch.no_grad():
+        for experts in filter(is_experts, model.modules()):
+            for key in projections(experts):
+                w = oriented(experts, key)
+                w *= 2.0 ** (torch.arange(len(w)) * -4)[:, None, None]  # experts of other sizes than each other
+                stacks.append(w)
+                one, elements = one + outside_table(w, signed=False)[0], elements + w.numel()
+                of_one = w.chunk(2, 1) if key == "gate_up_proj" and kind == "mixtral" else [w]
+                each += sum(outside_table(m, signed=False)[0] for part in of_one for m in part)
+    model.save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
+    said = capsys.readouterr().out
+    assert one > 2 * each > 0
+    assert f"dense12 lists {one / elements:.4%} of their weights with one table for all of a projection" in said
+    assert f"would list {each / elements:.4%} with one for each matrix, at most" in said
+    rows = [line for line in said.splitlines() if ".experts.*." in line]
+    assert len(rows) == 4
+    assert sum(" x " in row for row in rows) == 4
 
 
 # ---- Several processes -----------------------------------------------------------------------------------------------

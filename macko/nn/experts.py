@@ -385,7 +385,7 @@ class UnfoldedExperts(nn.Module):
                 continue
             token, slot = torch.where(top_k_index == e)
             one: Any = self._modules[str(e)]
-            x = hidden_states[token]
+            x, one.routing = hidden_states[token], top_k_weights[token, slot]  # which calibration may look at
             if experts.has_gate:
                 both = (one.gate_proj(x), one.up_proj(x))
                 h = torch.cat(both, -1) if experts.is_concatenated else torch.stack(both, -1).flatten(-2)
@@ -393,9 +393,10 @@ class UnfoldedExperts(nn.Module):
             else:
                 h = experts.act_fn(one.up_proj(x))
             y = one.down_proj(h)
+            routing = vars(one).pop("routing")
             if getattr(experts, "has_post_expert_norm", False):
                 y = experts.post_expert_norm(y)
-            final.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(final.dtype))
+            final.index_add_(0, token, (y * routing.unsqueeze(-1)).to(final.dtype))
         return final
 
     def fold(self, options: Options) -> nn.Module:

@@ -136,9 +136,9 @@ std::tuple<Tensor, Tensor, Tensor> expert_order(const Tensor &ids_any, int64_t e
         fail(op, "ids has ", ids_any.numel(), " elements, expected int32's limit at most");
     const DeviceOf guard(ids_any);
     const Tensor ids = as_contiguous(ids_any);
-    Tensor order = torch::stable::new_empty(ids, {ids.numel()}, ScalarType::Int),
-           places = torch::stable::new_empty(ids, {ids.size(0), ids.size(1)}, ScalarType::Int),
-           ends = torch::stable::new_empty(ids, {experts}, ScalarType::Int);
+    const int32_t int32 = aoti_torch_dtype_int32();
+    Tensor order = new_tensor(ids, {ids.numel()}, int32), places = new_tensor(ids, {ids.size(0), ids.size(1)}, int32),
+           ends = new_tensor(ids, {experts}, int32);
     const macko_expert_order p = {.ids = ids.const_data_ptr(),
                                   .id_bytes = int(ids.element_size()),
                                   .pairs = ids.numel(),

@@ -83,7 +83,7 @@ class _Table:
         if match := _EXPERT.match(name):
             stack = f"{match[1]}.*.{'gate_up' if match[3] in _GATE_UP else match[3]}"
             self.experts.setdefault(stack, Experts()).add(name, seen, form, after)
-            self.memory.add(name, seen, 0)
+            self.memory.add(name, seen, is_expert=True)
             return
         gain = f"{dense_bytes / after:.2f}x" if 0 < after < dense_bytes else "-"
         shape = "x".join(map(str, seen.shape))
@@ -285,10 +285,10 @@ class Memory:
     def __init__(self) -> None:
         self.dense = self.raw = self.exact = self.compressed = 0
 
-    def add(self, name: str, seen: Seen, least: int = DENSE12_WEIGHTS) -> tuple[str, str, str]:
+    def add(self, name: str, seen: Seen, is_expert: bool = False) -> tuple[str, str, str]:
         """Counts one matrix; gives its cells: bytes, and the share of weights that the format's table lacks.
 
-        least: weights from which on compress_ takes dense12; an expert is a part of more.
+        is_expert: it is a part of a stack, whose weights say whether compress_ takes dense12.
         """
         if seen.counts is None or "embed" in name:
             return "", "", ""
@@ -303,7 +303,7 @@ class Memory:
             sparse11 = f"{'-' if shorter is None else format_bytes(shorter)} ({lacks / max(1, count):.4%})"
         listed, _ = lacking(seen.counts, seen.weight.dtype, signed=False)
         compressed, dense12 = exact, seen.dense12_bytes(listed)
-        if exact >= DENSE12_SHARE * size and seen.elements >= least and dense12:
+        if exact >= DENSE12_SHARE * size and (is_expert or seen.elements >= DENSE12_WEIGHTS) and dense12:
             compressed = min(exact, dense12)
         left = name.rpartition(".")[0].endswith(IGNORED)  # as sparsify_ leaves it
         self.dense, self.compressed = self.dense + size, self.compressed + compressed

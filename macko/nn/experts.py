@@ -402,14 +402,15 @@ class UnfoldedExperts(nn.Module):
     def fold(self, options: Options) -> nn.Module:
         """Of what these layers hold by now the module that they were made of, dense, or SparseExperts.
 
-        Packed are those whose files have them sparse; of dense ones, in 12 bits, where all of them are held so.
+        In the format that all have, if it is one of stacks, as 12 bits are; else as the options say.
         """
         experts = self.of[0]
         ones: list[Any] = [self._modules[str(e)] for e in range(experts.num_experts)]
         layers = [layer for one in ones for layer in one.children()]
         packed = [layer.packed for layer in layers if isinstance(layer, SparseLinear)]
-        if kept := {weight.format for weight in packed if weight.of_dense}:
-            options = Options(*kept)
+        formats = {weight.format for weight in packed}
+        if len(formats) == 1 and not not_a_stack(*formats):
+            options = Options(*formats)
         stacks: dict[str, Stack] = {}
         for key in projections(experts):
             parts = [[getattr(one, name) for name in self.parts(key)] for one in ones]

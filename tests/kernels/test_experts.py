@@ -127,3 +127,38 @@ def test_gated_rows_are_those_of_the_gate_by_itself(tokens: int, cols: int) -> N
     wanted, size = expected(h.cpu(), w.cpu(), ends.cpu()), expected(h.abs().cpu(), w.abs().cpu(), ends.cpu())
     # The kernel's exp is a fast one: silu may round the other way, as may its product; then y.
     assert ((y.cpu() - wanted).abs() <= size * 2.0**-6).all()
+
+
+@torch.no_grad()
+def test_a_module_of_experts_in_a_graph_gives_eagers_bits_and_grouped_mms_values() -> None:
+    pytest.importorskip("transformers", minversion="5.19")
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    from ..test_experts_transformers import bound, packed
+
+    torch.manual_seed(0)
+    config = MixtralConfig(hidden_size=512, intermediate_size=768, num_local_experts=8)
+    config._experts_implementation = "grouped_mm"
+    dense = MixtralExperts(config).bfloat16().cuda()
+    for weight in dense.parameters():
+        weight.normal_(0, 0.05)
+    sparse = packed(dense, "dense12")
+    x, weights = torch.randn(5, 512).bfloat16().cuda(), torch.rand(5, 2).cuda()
+    ids = torch.stack([torch.randperm(8)[:2] for _ in range(5)]).cuda()
+    off = (sparse(x, ids, weights).double() - dense(x, ids, weights).double()).abs()
+    # silu's fast exp and the order of sums may turn roundings of h, each of 2^-8 of it; products of 768 take few of them.
+    assert (off <= bound(sparse, x, ids, weights) + 2.0**-6 * dense(x, ids, weights).abs().max()).all()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        sparse(x, ids, weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparse(x, ids, weights)
+    for _ in range(20):
+        ids.copy_(torch.stack([torch.randperm(8)[:2] for _ in range(5)]))
+        x.copy_(torch.randn(5, 512))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, sparse(x, ids, weights))

@@ -147,7 +147,7 @@ def test_a_module_of_experts_in_a_graph_gives_eagers_bits_and_grouped_mms_values
     x, weights = torch.randn(5, 512).bfloat16().cuda(), torch.rand(5, 2).cuda()
     ids = torch.stack([torch.randperm(8)[:2] for _ in range(5)]).cuda()
     off = (sparse(x, ids, weights).double() - dense(x, ids, weights).double()).abs()
-    # silu's fast exp and the order of sums may turn roundings of h, each of 2^-8 of it; products of 768 take few of them.
+    # The fast exp of silu and the order of sums may turn roundings of h, each of 2^-8 of it: few of 768.
     assert (off <= bound(sparse, x, ids, weights) + 2.0**-6 * dense(x, ids, weights).abs().max()).all()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

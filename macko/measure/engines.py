@@ -114,7 +114,7 @@ def asked_of_macko(options: argparse.Namespace) -> dict[str, Any]:
 def _random_folder(source: str) -> str:
     """A folder with the config alone, beside vLLM's compiled code, which is found again by the folder's name only."""
     folder = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "macko" / source[len("random:") :]
-    config = runs.random_config(source, architectures=["LlamaForCausalLM"]).to_json_string()
+    config = runs.random_config(source).to_json_string()
     folder.mkdir(parents=True, exist_ok=True)
     (part := folder / f"config.{os.getpid()}").write_text(config, encoding="utf-8")
     part.replace(folder / "config.json")  # at once: another process may be reading it

@@ -208,7 +208,7 @@ def test_each_fault_is_named(case: int, device: str) -> None:
     with pytest.raises(ValueError, match=f"not a planes12 weight: .*{message}"):
         packed.validate()
     if message in ("outside of the matrix", r"row_ptr\[1\] is -1"):
-        with pytest.raises(RuntimeError, match="row_ptr|columns"):  # and nothing is written elsewhere
+        with pytest.raises(RuntimeError, match=r"row_ptr|columns"):  # and nothing is written elsewhere
             packed.to_dense()
 
 

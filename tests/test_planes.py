@@ -93,16 +93,6 @@ def test_a_gpu_reads_the_same_bits(dtype: torch.dtype) -> None:
     assert_same_bits(made.data.cpu(), FORMATS["dense12"].from_dense(w).data)
 
 
-@pytest.mark.slow
-def test_a_hundred_thousand_random_matrices() -> None:
-    for case in range(100_000):
-        rows, cols = torch.randint(0, 12, ()).item(), torch.randint(0, 80, ()).item()
-        w = trained(int(rows), int(cols), DTYPES[case % 2], float(torch.rand(())) * 4)
-        packed = Planes12Weight.from_dense(w)
-        packed.validate()
-        assert_same_bits(packed.to_dense(), w)
-
-
 def test_vector_and_scalar_write_the_same_bytes() -> None:
     for dtype in DTYPES:
         w = trained(33, 4200, dtype)

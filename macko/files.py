@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .choose.auto import gains_by_slabs, is_held_packed
+from .choose.auto import gains_by_slabs, held_on
 from .choose.options import AUTO, Options
 from .nn.experts import saved_by_expert
 from .nn.find import check_model, tied_parameters
@@ -169,11 +169,17 @@ def _made_there(
     One by one: a model takes the memory that it has in the end, and a layer's more.
     """
     made: dict[str, PackedWeight | Tensor] = {}
+    by_slabs = device.type == "cuda" and gains_by_slabs(device)
     for name, about in file.layers.items():
         layer = _submodule(model, name)
-        is_dense = isinstance(layer, nn.Linear) and not isinstance(layer, SparseLinear)
-        if is_dense and saved_as(about)[0].stands_for_dense():
-            made[name] = file.made(name, device, None if on_meta else layer.weight.dtype, format not in (None, "auto"))
+        if isinstance(layer, SparseLinear) or not isinstance(layer, nn.Linear):
+            continue
+        if saved_as(about)[0].stands_for_dense():
+            weight, dtype = file.packed(name, device if by_slabs else None), None if on_meta else layer.weight.dtype
+            try:
+                made[name] = held_on(weight, device, dtype, packs=format not in (None, "auto"))
+            except ValueError as error:
+                raise ValueError(f"{file.path}: layer {name}: {error}") from None
     return made
 
 
@@ -474,29 +480,6 @@ class Checkpoint:
         except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: layer {layer}: {error}") from None
         return weight
-
-    def made(
-        self, layer: str, device: torch.device, dtype: torch.dtype | None = None, packs: bool = False
-    ) -> PackedWeight | Tensor:
-        """A layer's weight that stands for a dense one, as the device holds it: packed where it gains, or dense.
-
-        Args:
-            dtype: of the model, where not that of the file.
-            packs: it is packed anywhere.
-
-        Raises:
-            ValueError: it is broken, or not held packed where it has to be; names the layer.
-        """
-        gains = device.type == "cuda" and gains_by_slabs(device)
-        weight = self.packed(layer, device if gains else None)
-        if dtype not in (None, weight.dtype) and dtype in weight.dtypes:
-            weight = weight.to(dtype=dtype)
-        if dtype in (None, weight.dtype) and (packs or is_held_packed(weight, device)):
-            try:
-                return weight.materialized(device)
-            except ValueError as error:
-                raise ValueError(f"{self.path}: layer {layer}: {error}") from None
-        return weight.to_dense().to(device, dtype)
 
 
 def quant_method(about: Any) -> str:

@@ -297,7 +297,7 @@ def test_where_slabs_gain_the_layer_is_packed(tmp_path: Path, monkeypatch: pytes
     """As on such a GPU."""
     dense, packed = models()
     macko.save_model(packed, tmp_path / "a.safetensors")
-    monkeypatch.setattr("macko.files.is_held_packed", lambda weight, device: weight.is_held_packed(True))
+    monkeypatch.setattr("macko.choose.auto.is_held_packed", lambda weight, device: weight.is_held_packed(True))
     loaded: Any = macko.load_model(Mlp().bfloat16(), tmp_path / "a.safetensors")
     assert loaded.up.format == loaded.down.format == "dense12"
     assert_same_bits(loaded.down.weight, dense.down.weight)

@@ -8,21 +8,27 @@ by the fastest algorithm of its own search, and one compiled kernel with scales 
 torch's dense product. Besides "cusparselt product", its product alone. cuSPARSELt is found as torch has loaded it, and
 called by its C interface: torch's op makes a plan at each call. Its sums are compared with `_int_mm`'s of the same
 codes.
+
+    python -m benchmarks.slide_mma OUT.jsonl --table     writes "slide" of macko/choose/times/<gpu>.json, from "wgmma"
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.slide import COLD_TOKENS, Calls, Sustained, dequantise, int_mm
+import macko.choose.times as tables
+from benchmarks.slide import COLD_TOKENS, Calls, Sustained, dequantise, int_mm, put_gains
 from benchmarks.timing import append_jsonl, copies, provenance
 from macko import ops
 from macko._library import plan
@@ -134,6 +140,24 @@ def of_pattern_2_4(rows: int, k: int) -> Tensor:
     return ops.slide_unpack(packed, scale, k, 2, torch.int8)
 
 
+def write_table(results: str) -> None:
+    """Puts dense / pattern of the kernel that the GPU gets by itself into the package's table."""
+    us: dict[tuple[str, str, int], dict[str, float]] = defaultdict(dict)
+    for line in map(json.loads, Path(results).read_text().splitlines()):
+        kernel, _, pattern = line["side"].partition(" ")
+        if kernel == "wgmma":
+            us[line["gpu"], line["shape"], line["tokens"]][pattern] = line["us"]
+    fresh: dict[str, dict[tuple[str, str], tables.Line]] = defaultdict(dict)
+    for (gpu, shape, tokens), times in us.items():
+        rows, cols = SHAPES[shape]
+        for pattern in times.keys() - {"dense"}:
+            line = {"rows": rows, "cols": cols, "dtype": "int8", "pattern": pattern, "gain": {}}
+            gain = fresh[gpu].setdefault((pattern, shape), line)["gain"]
+            gain[str(tokens)] = round(times["dense"] / times[pattern], 3)
+    for gpu, lines in fresh.items():
+        put_gains(gpu, "slide", lines.values(), tables.slide_kind)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results")
@@ -142,7 +166,10 @@ def main() -> None:
     parser.add_argument("--patterns", default="2:4,4:6,6:8,8:10")
     parser.add_argument("--no-cusparselt", action="store_true", help="ours and _int_mm alone")
     parser.add_argument("--ms", type=float, default=15, help="of warming and of timing, each twice")
+    parser.add_argument("--table", action="store_true", help="measure nothing, write the table from the results")
     args = parser.parse_args()
+    if args.table:
+        return write_table(args.results)
     where, patterns = provenance(), ["dense", *args.patterns.split(",")]
     library = None if args.no_cusparselt else Cusparselt()
     for shape in args.shapes.split(","):

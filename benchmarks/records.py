@@ -488,8 +488,9 @@ def slide_vllm() -> Lines:
 
 
 def slide_mma() -> Lines:
-    """The linears of benchmarks.slide_mma, by shape and tokens."""
-    lines = read(H100 / "slide_mma.jsonl", "shape", "tokens", "side")
+    """Linears of Qwen2.5-7B by benchmarks.slide_mma."""
+    shapes, tokens = {"qkv", "gate_up", "down"}, {64, 1024, 4096}
+    lines = read(H100 / "slide_mma.jsonl", "shape", "tokens", "side", shape=shapes, tokens=tokens)
     return wide(lines, "{shape} {tokens}", "{side}")
 
 

@@ -9,14 +9,15 @@ and with every linear layer on slide's kernels in int8 and float8, which rounds 
 
 Blocks: of every 64 rows of a layer, at 2:4 and at 6:8, the error of the outputs over the calibration, by SparseGPT on
 the dense model. "dense_rows" is the least share of rows that have to stay dense for the rest's 2:4 errors to come to no
-more than 6:8's of all: with blocks as they are, with rows sorted by error before they are cut into blocks, and of 6:8's
-error as it is. A line goes to OUT/slide_quality.jsonl as soon as it is known.
+more than 6:8's of all: with blocks as they are, and with rows sorted by error before they are cut into blocks. A line
+goes to OUT/slide_quality.jsonl as soon as it is known; a second call leaves out what has one.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import time
 from functools import partial
 from typing import Any
@@ -122,10 +123,17 @@ def main() -> None:
     make = partial(quality.make, batches=batches, recipe=recipe)
     dense, _ = make(model, quality.Variant("dense"))
     score = embeddings if is_encoder else language
-    write = partial(append_jsonl, args.out / "slide_quality.jsonl")
-    found = spread(block_errors(dense, batches))
-    write(what="blocks", **found, **about)
-    say(f"blocks: {found}")
+    lines = args.out / "slide_quality.jsonl"
+    write = partial(append_jsonl, lines)
+
+    def there(**keys: Any) -> bool:
+        known = map(json.loads, lines.read_text().splitlines() if lines.exists() else ())
+        return any(all(line.get(key) == value for key, value in {**about, **keys}.items()) for line in known)
+
+    if not there(what="blocks"):
+        found = spread(block_errors(dense, batches))
+        write(what="blocks", **found, **about)
+        say(f"blocks: {found}")
 
     def judge(smaller: Any, pattern: str, unit: str, values: str, seconds: float) -> None:
         scores = score(smaller, judged, dense, progress=False)
@@ -138,12 +146,15 @@ def main() -> None:
         for values, dtype in TYPES.items():
             judge(on_slide(smaller, pattern, dtype), pattern, unit, values, seconds)
 
-    judge_all(dense, "dense", "", 0)
+    if not there(pattern="dense", values="fp8"):
+        judge_all(dense, "dense", "", 0)
     cols = {layer.module.weight.shape[1] for layer in find_linears(dense, IGNORED, None)}
     for unit in args.units.split(","):
         for pattern in PATTERNS:
             if any(size % int(pattern.split(":")[1]) for size in cols):
                 say(f"{pattern}: the model's columns are no multiple of it")
+                continue
+            if there(pattern=pattern, reconstruct=unit, values="fp8"):
                 continue
             if time.perf_counter() - begin > args.seconds:
                 say(f"left out for lack of time: {pattern} {unit}")

@@ -25,6 +25,7 @@
 
 #include "../core/cuda.cuh"
 #include "codec.cuh"
+#include "flag.cuh"
 #include "ring_plan.h"
 
 namespace macko {
@@ -407,8 +408,7 @@ struct ring_exchange {
                     [&](int eight, const float *s) { *of(block, eight) = make_float4(s[0], s[1], s[2], s[3]); });
         __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0)
-            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + block), "l"(task.epoch) : "memory");
+        if (threadIdx.x == 0) store_release(flags + block, task.epoch);
     }
     // What the blocks before have of the row block that begins with this slab. By each group before its last stage has
     // come: then it is mostly there, and nothing waits for it.
@@ -416,10 +416,8 @@ struct ring_exchange {
                                          int tokens) const {
         for (int other = block; macko_ring_share_at(&task.shares, other) > row_begin;) {
             other--;
-            uint64_t found;
-            do {
-                asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flags + other) : "memory");
-            } while (found != task.epoch);
+            if (threadIdx.x % WARP == 0) wait_for_flag(flags + other, task.epoch);
+            __syncwarp();
             product.own(group, tokens, [&](int eight, float (&s)[4]) { product.add(s, *of(other, eight)); });
         }
     }
@@ -452,6 +450,15 @@ __device__ __forceinline__ void ring_store(const ring_task<CODEC> &task, int64_t
     }
 }
 
+// Numbers that the code has, not a register: else ptxas keeps all 16 barriers for the kernel.
+template <class SHAPE>
+__device__ __forceinline__ void sync_ring(int ring_index) {
+    if (ring_index == 0)
+        named_barrier_sync(1, SHAPE::RING_THREADS);
+    else
+        named_barrier_sync(2, SHAPE::RING_THREADS);
+}
+
 // The stages of a row block: `left` of this ring, of which `here` is the first.
 template <class CODEC, class SHAPE, typename TAKE>
 __device__ __forceinline__ void ring_stages(ring_fetch<CODEC, SHAPE> &fetch, ring_product<CODEC, SHAPE> &product,
@@ -460,7 +467,7 @@ __device__ __forceinline__ void ring_stages(ring_fetch<CODEC, SHAPE> &fetch, rin
     for (; left; left--) {
         if (left == 1) take();
         wait_for_copies(fetch.task.stages - 2);
-        named_barrier_sync(1 + ring_index, SHAPE::RING_THREADS);
+        sync_ring<SHAPE>(ring_index);
         fetch.stage();
         product.stage(here);
         here += fetch.task.stage_bytes;
@@ -551,6 +558,9 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
         else
             ring_stages(fetch, product, stage, left, ring_index, take);
         take(); // a ring that has none
+#ifdef MACKO_EVERY_LANE_ARRIVES
+        if (SHAPE::PAIRS && left < count - left) sync_ring<SHAPE>(ring_index); // racecheck compares warps' barriers by number
+#endif
         product.meet(meeting, group, thread);
         if (gives) {
             exchange().give(product, group, tokens);

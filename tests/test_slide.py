@@ -671,27 +671,28 @@ def test_the_faster_kernel_at_these_tokens_is_taken(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("capability", [(8, 6), (8, 9), (9, 0), (12, 0)])
 def test_nobody_measured_this_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The kernel for other GPUs than 9.0 is not tuned: only 2:4 is taken on trust, and a table of the user's counts."""
+    """Of the kernel for other GPUs than 9.0 what was measured on a 9.0 is taken, and a table of the user's counts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     times.times.cache_clear()
 
-    def packed_as(n: int, pattern: str) -> tuple[str, str]:
-        options, w = Options(f"slide {pattern}", 2048, values="int8"), weight(128, 480, n, torch.float16)
+    def packed_as(n: int, pattern: str, tokens: int = 2048) -> tuple[str, str]:
+        options, w = Options(f"slide {pattern}", tokens, values="int8"), weight(128, 480, n, torch.float16)
         packed = pack(FakeDevice(w), options)
         return packed.label, choose.slide_note(FakeDevice(w), packed, options)
 
     assert packed_as(2, "2:4") == packed_as(2, "auto") == ("slide 2:4 int8", "")
     for n, pattern in ((3, "4:6"), (4, "6:8"), (5, "8:10"), (8, "14:16")):
         for asked in (pattern, "auto"):
-            label, note = packed_as(n, asked)
-            if capability == (9, 0):
-                assert (label, note) == (f"slide {pattern} int8", "")
-            else:
-                assert label == "slide dense int8"
-                where = f"nobody measured {pattern} int8 on Some GPU, whose kernel is not tuned"
-                assert note == f"{where}; `macko tune` measures it"
+            for tokens in (512, 2048):
+                label, note = packed_as(n, asked, tokens)
+                if capability == (9, 0) or (n <= 5 and tokens == 2048):
+                    assert (label, note) == (f"slide {pattern} int8", "")
+                else:
+                    assert label == "slide dense int8"
+                    where = f"nobody measured {pattern} int8 at {tokens} tokens on Some GPU"
+                    assert note == f"{where}; `macko tune` measures it"
     own = [gains(128, 480, {"1": 1.2}), gains(128, 480, {"1": 0.8}, "2:4")]
     times.write(times.cache_file("Some GPU"), "Some GPU", [], own, 0)
     times.times.cache_clear()
@@ -708,7 +709,7 @@ def test_report_says_why_a_pattern_is_held_dense(monkeypatch: pytest.MonkeyPatch
         with torch.no_grad():
             model[0].weight.copy_(weight(192, 256, 4, torch.float16))
         (row,) = macko.sparsify_(model, format="slide 6:8", values=dtype or "exact")
-        note = f"nobody measured 6:8 {dtype or 'float16'} on Some GPU, whose kernel is not tuned{advice}"
+        note = f"nobody measured 6:8 {dtype or 'float16'} at 2048 tokens on Some GPU{advice}"
         if dtype:
             assert (row.format, row.note, row.reason) == ("slide dense int8", note, "")
         else:  # a dense weight of 16 bits is not packed

@@ -25,7 +25,6 @@
 
 #include "../core/cuda.cuh"
 #include "codec.cuh"
-#include "flag.cuh"
 #include "ring_plan.h"
 
 namespace macko {
@@ -134,6 +133,11 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
         wait_copies<1>();
     else
         wait_copies<0>();
+}
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
+    uint64_t found;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
+    return found;
 }
 __device__ __forceinline__ void ring_pdl_wait() {
 #if __CUDA_ARCH__ >= 900
@@ -408,7 +412,8 @@ struct ring_exchange {
                     [&](int eight, const float *s) { *of(block, eight) = make_float4(s[0], s[1], s[2], s[3]); });
         __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0) store_release(flags + block, task.epoch);
+        if (threadIdx.x == 0)
+            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + block), "l"(task.epoch) : "memory");
     }
     // What the blocks before have of the row block that begins with this slab. By each group before its last stage has
     // come: then it is mostly there, and nothing waits for it.
@@ -416,7 +421,11 @@ struct ring_exchange {
                                          int tokens) const {
         for (int other = block; macko_ring_share_at(&task.shares, other) > row_begin;) {
             other--;
-            if (threadIdx.x % WARP == 0) wait_for_flag(flags + other, task.epoch);
+            while (threadIdx.x % WARP == 0 && load_acquire(flags + other) != task.epoch) {
+#ifdef MACKO_EVERY_LANE_ARRIVES
+                __nanosleep(1 << 19); // initcheck writes down each look at a flag that nobody has set
+#endif
+            }
             __syncwarp();
             product.own(group, tokens, [&](int eight, float (&s)[4]) { product.add(s, *of(other, eight)); });
         }
@@ -559,7 +568,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
             ring_stages(fetch, product, stage, left, ring_index, take);
         take(); // a ring that has none
 #ifdef MACKO_EVERY_LANE_ARRIVES
-        if (SHAPE::PAIRS && left < count - left) sync_ring<SHAPE>(ring_index); // racecheck compares warps' barriers by number
+        // racecheck goes by how many barriers a warp has passed, of whichever number. This one orders nothing between rings.
+        if (SHAPE::PAIRS && left < count - left) sync_ring<SHAPE>(ring_index);
 #endif
         product.meet(meeting, group, thread);
         if (gives) {

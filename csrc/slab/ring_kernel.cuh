@@ -421,12 +421,13 @@ struct ring_exchange {
                                          int tokens) const {
         for (int other = block; macko_ring_share_at(&task.shares, other) > row_begin;) {
             other--;
-            while (threadIdx.x % WARP == 0 && load_acquire(flags + other) != task.epoch) {
-#ifdef MACKO_EVERY_LANE_ARRIVES
-                __nanosleep(1 << 19); // initcheck writes down each look at a flag that nobody has set
-#endif
-            }
+#ifdef MACKO_EVERY_LANE_ARRIVES // initcheck writes down each look at a flag that nobody has set
+            while (threadIdx.x % WARP == 0 && load_acquire(flags + other) != task.epoch) __nanosleep(1 << 19);
             __syncwarp();
+#else
+            while (load_acquire(flags + other) != task.epoch) {
+            }
+#endif
             product.own(group, tokens, [&](int eight, float (&s)[4]) { product.add(s, *of(other, eight)); });
         }
     }
@@ -459,15 +460,6 @@ __device__ __forceinline__ void ring_store(const ring_task<CODEC> &task, int64_t
     }
 }
 
-// Numbers that the code has, not a register: else ptxas keeps all 16 barriers for the kernel.
-template <class SHAPE>
-__device__ __forceinline__ void sync_ring(int ring_index) {
-    if (ring_index == 0)
-        named_barrier_sync(1, SHAPE::RING_THREADS);
-    else
-        named_barrier_sync(2, SHAPE::RING_THREADS);
-}
-
 // The stages of a row block: `left` of this ring, of which `here` is the first.
 template <class CODEC, class SHAPE, typename TAKE>
 __device__ __forceinline__ void ring_stages(ring_fetch<CODEC, SHAPE> &fetch, ring_product<CODEC, SHAPE> &product,
@@ -476,7 +468,7 @@ __device__ __forceinline__ void ring_stages(ring_fetch<CODEC, SHAPE> &fetch, rin
     for (; left; left--) {
         if (left == 1) take();
         wait_for_copies(fetch.task.stages - 2);
-        sync_ring<SHAPE>(ring_index);
+        named_barrier_sync(1 + ring_index, SHAPE::RING_THREADS);
         fetch.stage();
         product.stage(here);
         here += fetch.task.stage_bytes;
@@ -569,7 +561,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
         take(); // a ring that has none
 #ifdef MACKO_EVERY_LANE_ARRIVES
         // racecheck goes by how many barriers a warp has passed, of whichever number. This one orders nothing between rings.
-        if (SHAPE::PAIRS && left < count - left) sync_ring<SHAPE>(ring_index);
+        if (SHAPE::PAIRS && left < count - left) named_barrier_sync(1 + ring_index, SHAPE::RING_THREADS);
 #endif
         product.meet(meeting, group, thread);
         if (gives) {

@@ -382,6 +382,12 @@ class MackoHfQuantizer(HfQuantizer):
             del os.environ[_NO_ASYNC]
             os.environ |= {_NO_ASYNC: self._async} if self._async is not None else {}
         self._check_shapes(model)
+        for name in self._unfolded:
+            for one, module in model.get_submodule(name).named_modules():
+                if type(module) is nn.Linear:
+                    raise ValueError(
+                        f"{name}.{one} is not packed, while others of these experts are: it would be random"
+                    )
         kept_dense: list[str] = []
         wanted = Options(self.quantization_config.format).any_zeros
         for name, module in model.named_modules():

@@ -115,7 +115,7 @@ Tensor linear_experts(const Packed &p, const Tensor &x_given, int64_t rows, cons
     Tokens x{};
     if (grouped && (!fits || tokens > experts * macko_knob_number(MACKO_KNOB_TILE_TOKENS, MACKO_EXPERTS_MANY))) {
         Tensor w = torch::stable::new_empty(data, {experts, padded, m.cols});
-        STD_CUDA_CHECK(slab_unpack(m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
+        unpack_rows(op, m, 0, m.rows, w.mutable_data_ptr(), current_stream(data));
         const Tensor sorted = order ? rows_in_order(op, x_any, *order, top_k) : as_aligned(x_any);
         y = grouped_product(sorted, narrowed(w, 1, 0, rows), ends);
         plan = macko_experts_plan_of_zeros(&problem); // of rows that are no expert's it writes nothing

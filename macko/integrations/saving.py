@@ -109,21 +109,22 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
 
 
 def _found_again(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """_packed, of which from_pretrained finds each layer; what a state_dict has dense stays so where it else would not.
+    """packed_with_empty, of which from_pretrained finds each layer; what a state_dict has dense stays so where it else
+    would not.
 
     Raises:
         ValueError: it would not find one of the others. Nothing is written then.
     """
     try:
-        packed = _packed(model, state)
+        packed = packed_with_empty(model, state)
         _own_names(model, packed[0])
     except ValueError:
-        packed = _packed(model, model.state_dict() if state is None else state)
+        packed = packed_with_empty(model, model.state_dict() if state is None else state)
         _own_names(model, packed[0])
     return packed
 
 
-def _packed(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def packed_with_empty(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """packed_state, with an empty weight of each packed layer."""
     state, layers = packed_state(model, state)
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():

@@ -16,6 +16,7 @@ from ..choose.options import Options
 from ..ops import expert_order, expert_sum, linear_experts
 from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
 from ..weights.registry import ROUNDED_EXPERTS, not_a_stack
+from ..weights.slab import SlabWeight
 from .find import Filter, matching
 from .linear import SparseLinear, as_extra_state, autocast_dtype, unsupported, with_hooks
 
@@ -99,6 +100,18 @@ class Stack:
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.experts, self.rows, self.packed.cols
+
+    def expert(self, e: int) -> PackedWeight:
+        """Expert e's matrix, its rows filled up: its slabs where they are. Waits for the device."""
+        data, rows = self.packed.tensors()["data"], self.filled_rows
+        offsets = self.packed.tensors().get("offsets")
+        if offsets is None:
+            return self.packed.replace(data=data.view(self.experts, -1)[e], rows=rows)
+        slabs = SlabWeight.num_slabs(rows, self.packed.cols)
+        own = offsets[e * slabs : (e + 1) * slabs + 1]
+        begin, end, widest = torch.stack((own[0], own[-1], own.diff().max())).tolist()
+        own_data = data[begin * 64 : end * 64]
+        return self.packed.replace(data=own_data, offsets=own - begin, rows=rows, widest=widest)
 
     def to_dense(self) -> Tensor:
         return self.packed.to_dense().view(self.experts, self.filled_rows, self.packed.cols)[:, : self.rows]

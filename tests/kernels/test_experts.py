@@ -10,7 +10,7 @@ from macko import ops
 
 from ..test_experts import CODECS, PAIRS, ROUTINGS, expected, expected_order, expected_sum, routed, small, stacked
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.sm80]
 
 #: By hazard, besides those of the CPU's tests: more experts than a block has threads, more work than blocks, and
 #: means from which dense rows and the library's grouped product take over.

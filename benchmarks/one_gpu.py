@@ -96,8 +96,8 @@ def main() -> None:
         prompts = tokens % model.config.vocab_size
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        run = [partial(generate, model, prompts, n, "no") for n in (1 + options.new_tokens, 1)]
-        seconds = runs.difference(*run, on_gpu)
+        longer, shorter = (partial(generate, model, prompts, n, "no") for n in (1 + options.new_tokens, 1))
+        seconds = runs.difference(longer, shorter, on_gpu)
         ms = None if seconds is None else round(seconds * 1e3 / options.new_tokens, 3)
         peak = torch.cuda.max_memory_allocated() if on_gpu else None
         append_jsonl(out, **line, batch=batch, prompt=options.prompt, ms=ms, peak_bytes=peak, **about)

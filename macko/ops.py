@@ -88,6 +88,7 @@ def linear_experts(
     ends: Tensor,
     order: Tensor | None = None,
     top_k: int = 1,
+    gated: bool = False,
 ) -> Tensor:
     """Of rows ends[e - 1] up to ends[e] of x the products with expert e: torch's grouped_mm with packed weights.
 
@@ -98,6 +99,7 @@ def linear_experts(
         ends: int32 [experts], where x is: the first row behind each expert's.
         order, top_k: int32 [pairs], of expert_order: the rows are order[i] // top_k of x. On a GPU nobody looks whether
             x has them.
+        gated: multiplies silu(gate) * up, both rounded, for x [tokens, 2 * cols] of which gate is the first half.
 
     Returns:
         [tokens, rows], with an order [pairs, rows]; zeros in the rows behind the last end. Differentiable in x. On a
@@ -106,7 +108,7 @@ def linear_experts(
     Raises:
         RuntimeError: wrong device, dtype or shape; a layout that is not of slabs; on the CPU ends that fall.
     """
-    return call(torch.ops.macko.linear_experts, x, tensors, header, rows, ends, order, top_k)
+    return call(torch.ops.macko.linear_experts.default, x, tensors, header, rows, ends, order, top_k, gated)
 
 
 def expert_order(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +126,7 @@ def expert_order(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         RuntimeError: wrong dtype or shape, or experts is under 0 or, on a GPU, some 6,000.
     """
-    return call(torch.ops.macko.expert_order, ids, experts)  # type: ignore[no-any-return]
+    return call(torch.ops.macko.expert_order.default, ids, experts)  # type: ignore[no-any-return]
 
 
 def expert_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ def expert_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     Raises:
         RuntimeError: wrong device, dtype or shape.
     """
-    return call(torch.ops.macko.expert_sum, x, places, weights)  # type: ignore[no-any-return]
+    return call(torch.ops.macko.expert_sum.default, x, places, weights)  # type: ignore[no-any-return]
 
 
 def has_tangent(x: Tensor) -> bool:
@@ -495,8 +497,9 @@ def _(
     ends: Tensor,
     order: Tensor | None = None,
     top_k: int = 1,
+    gated: bool = False,
 ) -> Tensor:
-    y = _product("linear_experts", lambda *sizes: sizes, x, rows, header[2])  # type: ignore[arg-type, return-value]
+    y = _product("linear_experts", lambda *sizes: sizes, x, rows, header[2] * (1 + gated))  # type: ignore[arg-type, return-value]
     return y if order is None else y.new_empty(order.shape[0], rows)
 
 
@@ -511,7 +514,7 @@ def _(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 def _experts_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    *tensors, ends, order = ctx.saved_tensors
+    *tensors, ends, order, x = ctx.saved_tensors
     # Of trailing arguments that have their default torch asks none.
     nothing = ([None] * len(tensors), *[None] * (len(ctx.needs_input_grad) - 2))
     if not ctx.needs_input_grad[0]:
@@ -523,13 +526,18 @@ def _experts_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     grad_x = grad_x.masked_fill(rows >= ends[-1:], 0)
     if order is not None:
         grad_x = grad_x.new_zeros(ctx.x_rows, grad_x.shape[1]).index_add_(0, order // ctx.top_k, grad_x)
+    if x is not None:
+        gate, up = x.float().chunk(2, -1)
+        share, wide = gate.sigmoid(), grad_x.float()
+        of_gate = wide * up * share * (1 + gate * (1 - share))
+        grad_x = torch.cat([of_gate, wide * gate * share], -1).to(x.dtype)
     return (grad_x, *nothing)
 
 
 def _experts_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, tensors, ctx.header, ctx.rows, ends, order, ctx.top_k = inputs
+    x, tensors, ctx.header, ctx.rows, ends, order, ctx.top_k, gated = inputs
     ctx.x_rows = x.shape[0]
-    ctx.save_for_backward(*tensors, ends, order)
+    ctx.save_for_backward(*tensors, ends, order, x if gated else None)
 
 
 torch.library.register_autograd("macko::linear_experts", _experts_backward, setup_context=_experts_context)

@@ -156,6 +156,18 @@ def test_an_order_takes_rows_of_x_where_they_are() -> None:
     assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (y, sorted_y)))
 
 
+def test_gated_rows_are_torchs_and_their_gradients() -> None:
+    torch.manual_seed(0)
+    w, x, ends = small(2, 64, 72), torch.randn(5, 144).bfloat16().requires_grad_(), torch.tensor([2, 4]).int()
+    tensors, header = stacked(w, "dense12").packed
+    y = ops.linear_experts(x, tensors, header, 64, ends, gated=True)
+    gate, up = x.chunk(2, -1)
+    wanted = ops.linear_experts(torch.nn.functional.silu(gate) * up, tensors, header, 64, ends)
+    assert torch.equal(y, wanted)
+    grads = [torch.autograd.grad(out, x, torch.ones_like(out))[0].float() for out in (y, wanted)]
+    assert (grads[0] - grads[1]).abs().max() <= 2.0**-7 * grads[1].abs().max()  # torch rounds silu's gradient between
+
+
 def test_what_the_ops_around_products_refuse_they_name() -> None:
     order = torch.tensor([5], dtype=torch.int32)
     tensors, header = stacked(small(1, 64, 64), "dense12").packed
@@ -208,7 +220,7 @@ def test_op_checks(format: str) -> None:
     args = (x, *stacked(w, format).packed, 64, torch.tensor([2, 4], dtype=torch.int32))
     torch.library.opcheck(torch.ops.macko.linear_experts, args, test_utils=("test_schema", "test_faketensor"))
     order, places, ends = ops.expert_order(torch.tensor([[0, 1], [1, 2]]), 2)
-    args = (*args[:4], ends, order, 2)
-    torch.library.opcheck(torch.ops.macko.linear_experts, args, test_utils=("test_schema", "test_faketensor"))
+    more = (torch.cat([x, x], 1), *args[1:4], ends, order, 2, True)
+    torch.library.opcheck(torch.ops.macko.linear_experts, more, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(torch.ops.macko.expert_order, (places, 2))
     torch.library.opcheck(torch.ops.macko.expert_sum, (x[:4].clone(), places, torch.rand(2, 2)))

@@ -29,14 +29,17 @@ struct experts_task {
 template <int TOKENS>
 struct experts_walk {
     const int *firsts, *tiles; // of experts: the first token, tiles before its own; behind the last their ends
-    int row_blocks, slabs;
+    int experts, row_blocks, slabs;
     int64_t items, item;
     int expert = 0, row_block, first, tokens, slab; // tokens: of the item
 
     // Finds where the item is; false: there is none.
     __device__ __forceinline__ bool open() {
         if (item >= items) return false;
-        while ((int64_t)tiles[expert + 1] * row_blocks <= item) expert++;
+        for (int behind = experts; behind - expert > 1;) { // halving: a block's first one may be behind hundreds
+            const int middle = (expert + behind) / 2;
+            ((int64_t)tiles[middle] * row_blocks <= item ? expert : behind) = middle;
+        }
         const int of_expert = int(item - (int64_t)tiles[expert] * row_blocks);
         const int count = tiles[expert + 1] - tiles[expert], tile = of_expert % count;
         row_block = of_expert / count;
@@ -198,13 +201,14 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     float4 *const meeting = (float4 *)(shared + ring.stages * ring.stage_bytes);
     int *const firsts = (int *)(meeting + (SHAPE::GROUPS - 1) * SHAPE::AT_ONCE * SHAPE::GROUP_THREADS),
                *const tiles = firsts + task.experts + 1, *const warp_sums = tiles + task.experts + 1;
+    pdl_launch_dependents(); // not before the kernel has ended that wrote x and ends
     experts_count<CODEC, SHAPE>(task, firsts, tiles, warp_sums);
     const int64_t stored = (int64_t)firsts[task.experts] * task.rows, all = task.tokens * task.rows;
     for (int64_t i = stored + blockIdx.x * SHAPE::THREADS + threadIdx.x; i < all; i += gridDim.x * SHAPE::THREADS)
         task.y[i] = from_float<typename CODEC::T>(0);
 
     const int64_t items = task.slabs ? (int64_t)tiles[task.experts] * task.row_blocks : 0;
-    experts_walk<SHAPE::TOKENS> here{firsts, tiles, task.row_blocks, task.slabs, items, blockIdx.x};
+    experts_walk<SHAPE::TOKENS> here{firsts, tiles, task.experts, task.row_blocks, task.slabs, items, blockIdx.x};
     experts_fetch<CODEC, SHAPE> fetch(task, here, shared_address(shared));
     for (int stage = 0; stage + 1 < ring.stages; stage++) fetch.stage();
 
@@ -235,8 +239,15 @@ cudaError_t launch_experts(const experts_task<CODEC> &task, const macko_experts_
     using SHAPE = ring_shape<TOKENS, false, false>;
     constexpr auto kernel = slab_experts_kernel<CODEC, SHAPE>;
     if (const cudaError_t error = allow_all_shared_memory<kernel>(device, 100)) return error;
-    kernel<<<plan.blocks, SHAPE::THREADS, plan.shared_bytes, stream>>>(task);
-    return cudaGetLastError();
+    cudaLaunchAttribute attribute = pdl_attribute();
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3((unsigned)plan.blocks);
+    config.blockDim = dim3(SHAPE::THREADS);
+    config.dynamicSmemBytes = plan.shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = device.major >= 9 && may_use_pdl(stream, SHAPE::THREADS) ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, task);
 }
 
 template <class CODEC>

@@ -3,6 +3,7 @@
 
 #include "../experts/experts.h"
 #ifdef USE_CUDA
+#include "../input/input.h"
 #include "experts.h"
 #endif
 
@@ -42,17 +43,38 @@ inline Tensor grouped_product(const Tensor &x, const Tensor &w, const Tensor &en
 }
 #endif
 
+// silu(gate) * up of x [tokens, 2 cols], both rounded; the first columns are the gate's.
+inline Tensor gated(const Tensor &x_any, int64_t cols) {
+#ifdef USE_CUDA
+    if (cols % 8 == 0) {
+        const Tokens x = tokens_of(x_any, x_any.size(0), 2 * cols);
+        Tensor y = new_tensor(x_any, {x_any.size(0), cols});
+        const auto *gate = reads<uint16_t>(x.x);
+        STD_CUDA_CHECK(macko_gate_cuda(x_any.scalar_type() == ScalarType::Half ? MACKO_F16 : MACKO_BF16, x_any.size(0),
+                                       cols, gate, x.stride, gate + cols, x.stride, y.mutable_data_ptr(),
+                                       current_stream(x_any)));
+        return y;
+    }
+#endif
+    using torch::stable::detail::from;
+    std::array<StableIValue, 1> gate{from(narrowed(x_any, 1, 0, cols))};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::silu", "", gate.data(), TORCH_ABI_VERSION));
+    std::array<StableIValue, 2> both{gate[0], from(narrowed(x_any, 1, cols, cols))};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mul", "Tensor", both.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(both[0]);
+}
+
 // Of rows ends[e - 1] .. ends[e] of x the products with rows [e * padded, e * padded + rows) of the matrix, where padded is
 // rows up to a multiple of 64; rows of x behind the last end give zeros. With an order [tokens] they are rows order[i] / top_k
-// of x.
+// of x. is_gated: not x [tokens, 2 cols] is multiplied, but what gated makes of it.
 template <typename Kind>
-Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const Tensor &ends_any,
-                      const std::optional<Tensor> &order_any, int64_t top_k) {
+Tensor linear_experts(const Packed &p, const Tensor &x_given, int64_t rows, const Tensor &ends_any,
+                      const std::optional<Tensor> &order_any, int64_t top_k, bool is_gated) {
     const char *op = "linear_experts";
     const typename Kind::Matrix m = Kind::matrix_of(op, p);
     const Tensor &data = p[0];
-    check_tokens(op, x_any, "data", data, m.cols);
-    check_dim(op, "x", x_any, 2);
+    check_tokens(op, x_given, "data", data, is_gated ? 2 * m.cols : m.cols);
+    check_dim(op, "x", x_given, 2);
     check_device(op, "ends", ends_any, "data", data);
     check_dtype(op, "ends", ends_any, ScalarType::Int);
     check_dim(op, "ends", ends_any, 1);
@@ -61,9 +83,9 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
         check_device(op, "order", *order_any, "data", data);
         check_dtype(op, "order", *order_any, ScalarType::Int);
         check_dim(op, "order", *order_any, 1);
-        if (!x_any.size(0) && order_any->numel()) fail(op, "order has ", order_any->numel(), " elements, x no rows");
+        if (!x_given.size(0) && order_any->numel()) fail(op, "order has ", order_any->numel(), " elements, x no rows");
     }
-    const int64_t tokens = order_any ? order_any->numel() : x_any.size(0), experts = ends_any.numel();
+    const int64_t tokens = order_any ? order_any->numel() : x_given.size(0), experts = ends_any.numel();
     if (rows < 0 || rows > INT32_LIMIT) fail(op, "rows is ", rows, ", expected 0 to ", INT32_LIMIT);
     const int64_t padded = macko_slab_row_blocks(rows) * MACKO_SLAB_ROWS;
     if (experts * padded != m.rows)
@@ -76,6 +98,7 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
     Tensor y = new_tensor(data, {tokens, rows});
     if (!y.numel()) return y;
     if (!m.cols || !experts) return torch::stable::zero_(y);
+    const Tensor x_any = is_gated ? gated(x_given, m.cols) : x_given;
 #ifdef USE_CUDA
     device_info device{};
     STD_CUDA_CHECK(current_device(&device));
@@ -90,9 +113,9 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
     const bool grouped = data.scalar_type() == ScalarType::BFloat16 && rows % 8 == 0 && m.cols % 8 == 0;
     if (!fits && !grouped) fail(op, "no kernel for ", experts, " experts of ", rows, " x ", m.cols, " on this GPU");
     Tokens x{};
-    if (grouped && (!fits || tokens > experts * MACKO_EXPERTS_MANY)) {
+    if (grouped && (!fits || tokens > experts * macko_knob_number(MACKO_KNOB_TILE_TOKENS, MACKO_EXPERTS_MANY))) {
         Tensor w = torch::stable::new_empty(data, {experts, padded, m.cols});
-        STD_CUDA_CHECK(slab_unpack(m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
+        unpack_rows(op, m, 0, m.rows, w.mutable_data_ptr(), current_stream(data));
         const Tensor sorted = order ? rows_in_order(op, x_any, *order, top_k) : as_aligned(x_any);
         y = grouped_product(sorted, narrowed(w, 1, 0, rows), ends);
         plan = macko_experts_plan_of_zeros(&problem); // of rows that are no expert's it writes nothing

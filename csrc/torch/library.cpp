@@ -115,11 +115,11 @@ std::vector<Tensor> linear_parts(const Tensor &x, const std::vector<Tensor> &pac
 }
 
 Tensor linear_experts(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header, int64_t rows,
-                      const Tensor &ends, const std::optional<Tensor> &order, int64_t top_k) {
+                      const Tensor &ends, const std::optional<Tensor> &order, int64_t top_k, bool gated) {
     const char *op = "linear_experts";
     const Packed p{packed, header};
     const Layout &layout = layout_of(op, p);
-    return which(op, layout, layout.linear_experts)(p, x, rows, ends, order, top_k);
+    return which(op, layout, layout.linear_experts)(p, x, rows, ends, order, top_k, gated);
 }
 
 // Of ids [tokens, top_k], each token's experts: the pairs in the order of their experts, the place of each there, and where
@@ -136,9 +136,9 @@ std::tuple<Tensor, Tensor, Tensor> expert_order(const Tensor &ids_any, int64_t e
         fail(op, "ids has ", ids_any.numel(), " elements, expected int32's limit at most");
     const DeviceOf guard(ids_any);
     const Tensor ids = as_contiguous(ids_any);
-    Tensor order = torch::stable::new_empty(ids, {ids.numel()}, ScalarType::Int),
-           places = torch::stable::new_empty(ids, {ids.size(0), ids.size(1)}, ScalarType::Int),
-           ends = torch::stable::new_empty(ids, {experts}, ScalarType::Int);
+    const int32_t int32 = aoti_torch_dtype_int32();
+    Tensor order = new_tensor(ids, {ids.numel()}, int32), places = new_tensor(ids, {ids.size(0), ids.size(1)}, int32),
+           ends = new_tensor(ids, {experts}, int32);
     const macko_expert_order p = {.ids = ids.const_data_ptr(),
                                   .id_bytes = int(ids.element_size()),
                                   .pairs = ids.numel(),
@@ -324,7 +324,7 @@ const char *macko_layout_twice(void) {
     OP(linear, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(linear_below_autograd, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(linear_parts, "(Tensor x, Tensor[] packed, int[] header, int[] part_rows) -> Tensor[]") \
-    OP(linear_experts, "(Tensor x, Tensor[] packed, int[] header, int rows, Tensor ends, Tensor? order=None, int top_k=1) -> Tensor") \
+    OP(linear_experts, "(Tensor x, Tensor[] packed, int[] header, int rows, Tensor ends, Tensor? order=None, int top_k=1, bool gated=False) -> Tensor") \
     OP(expert_order, "(Tensor ids, int experts) -> (Tensor, Tensor, Tensor)") \
     OP(expert_sum, "(Tensor x, Tensor places, Tensor weights) -> Tensor") \
     OP(rms_norm, "(Tensor x, Tensor weight, float eps, Tensor? other=None) -> Tensor[]") \

@@ -272,7 +272,15 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
             weight = packed.unrounded()
         judge(name, x, weight, layer.bias, y)
 
-    def compare_experts(name: str, part: PackedStack, x: Tensor, ends: Tensor, y: Tensor) -> None:
+    def compare_experts(
+        name: str, part: PackedStack, y: Tensor, x: Tensor, ends: Tensor, order: Tensor | None, top_k: int, gated: bool
+    ) -> None:
+        if order is not None:
+            x = x[order // top_k]
+        if gated:  # by torch, whose exp is another one: the product alone is judged
+            gate, up = x.chunk(2, -1)
+            x = nn.functional.silu(gate) * up
+            y = part.forward(x, ends)
         begins, weights = [0, *ends.tolist()], part.stack.to_dense()
         counts = [end - begin for begin, end in itertools.pairwise(begins)]
         some = [e for e, count in enumerate(counts) if count]
@@ -296,7 +304,7 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
                 hooks.enter_context(hook)
             elif isinstance(layer, PackedStack):
                 hook = layer.register_forward_hook(
-                    lambda part, args, y, name=name: compare_experts(name, part, *args, y)
+                    lambda part, args, y, name=name: compare_experts(name, part, y, *args)
                 )
                 hooks.enter_context(hook)
         for count in sorted({min(count, prompt.shape[1]) for count in tokens}):

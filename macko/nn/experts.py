@@ -160,9 +160,11 @@ class PackedStack(nn.Module):
     def stack(self) -> Stack:
         return Stack(self.kind(**self._buffers, **self.sizes), self.experts, self.rows)  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor, ends: Tensor, order: Tensor | None = None, top_k: int = 1) -> Tensor:
+    def forward(
+        self, x: Tensor, ends: Tensor, order: Tensor | None = None, top_k: int = 1, gated: bool = False
+    ) -> Tensor:
         """The products of macko.ops.linear_experts."""
-        return linear_experts(x, list(self._buffers.values()), self.header, self.rows, ends, order, top_k)  # type: ignore[arg-type]
+        return linear_experts(x, list(self._buffers.values()), self.header, self.rows, ends, order, top_k, gated)  # type: ignore[arg-type]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -278,6 +280,12 @@ class SparseExperts(nn.Module):
             return w.transpose(1, 2).contiguous() if self.is_transposed else w.contiguous()
         return super().__getattr__(name)
 
+    def _gates_by_silu(self) -> bool:
+        """Whether the gate is the one that linear_experts has: transformers' own, and silu."""
+        gate = getattr(self.experts_class, "_apply_gate", None)
+        own = getattr(gate, "__module__", "") != "transformers.integrations.moe"
+        return not own and self.has_gate and type(self.act_fn).__name__ in ("SiLU", "SiLUActivation")
+
     def _biased(self, name: str, y: Tensor, ids: Tensor, order: Tensor) -> Tensor:
         """y rounded, and its sum with the bias, as transformers does it."""
         if not self.has_bias:
@@ -292,9 +300,10 @@ class SparseExperts(nn.Module):
         part = self._part(first)
         x = hidden_states if autocast_dtype(hidden_states) is None else hidden_states.to(part.dtype)
         order, places, ends = expert_order(top_k_index, self.num_experts)
-        h = self._biased(first, part(x, ends, order, top_k_index.shape[1]), top_k_index, order)
-        h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
-        y = self._biased(last, self._part(last)(h, ends), top_k_index, order)
+        h = self._biased(first, part(x, ends, order, top_k_index.shape[1], False), top_k_index, order)
+        if not (gated := self._gates_by_silu()):
+            h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
+        y = self._biased(last, self._part(last)(h, ends, None, 1, gated), top_k_index, order)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
         if top_k_weights.dtype not in (y.dtype, torch.float32):
@@ -389,7 +398,7 @@ class UnfoldedExperts(nn.Module):
                 continue
             token, slot = torch.where(top_k_index == e)
             one: Any = self._modules[str(e)]
-            x = hidden_states[token]
+            x, one.routing = hidden_states[token], top_k_weights[token, slot]  # which calibration may look at
             if experts.has_gate:
                 both = (one.gate_proj(x), one.up_proj(x))
                 h = torch.cat(both, -1) if experts.is_concatenated else torch.stack(both, -1).flatten(-2)
@@ -397,38 +406,52 @@ class UnfoldedExperts(nn.Module):
             else:
                 h = experts.act_fn(one.up_proj(x))
             y = one.down_proj(h)
+            routing = vars(one).pop("routing")
             if getattr(experts, "has_post_expert_norm", False):
                 y = experts.post_expert_norm(y)
-            final.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(final.dtype))
+            final.index_add_(0, token, (y * routing.unsqueeze(-1)).to(final.dtype))
         return final
 
     def fold(self, options: Options) -> nn.Module:
-        """The module that it was made of; SparseExperts where that is dense and these layers are packed by now.
+        """Of what these layers hold by now the module that they were made of, dense, or SparseExperts.
 
-        Raises:
-            ValueError: some of them are packed and some are not, or no stack holds them.
+        In the format that all have, if it is one of stacks, as 12 bits are; else as the options say.
         """
         experts = self.of[0]
         ones: list[Any] = [self._modules[str(e)] for e in range(experts.num_experts)]
-        are_packed = {isinstance(layer, SparseLinear) for one in ones for layer in one.children()}
-        if isinstance(experts, SparseExperts) or True not in are_packed:
-            return experts
-        if False in are_packed:
-            raise ValueError("some experts of a module are packed and some are not")
-        folded = SparseExperts(experts, {})
+        layers = [layer for one in ones for layer in one.children()]
+        packed = [layer.packed for layer in layers if isinstance(layer, SparseLinear)]
+        formats = {weight.format for weight in packed}
+        if len(formats) == 1 and not not_a_stack(*formats):
+            options = Options(*formats)
+        stacks: dict[str, Stack] = {}
         for key in projections(experts):
-            layers = [[getattr(one, name) for name in self.parts(key)] for one in ones]
-            w = torch.stack([self._joined([layer.packed.to_dense() for layer in parts]) for parts in layers])
-            folded.hold(key, Stack.from_dense(w, options))
+            parts = [[getattr(one, name) for name in self.parts(key)] for one in ones]
+            w = torch.stack([self._joined([_dense_weight(layer) for layer in of_one]) for of_one in parts])
+            with contextlib.suppress(ValueError):  # which no stack holds
+                if len(packed) == len(layers):
+                    stacks[key] = Stack.from_dense(w, options)
+            if key not in stacks:
+                w = w.transpose(1, 2).contiguous() if experts.is_transposed else w
+                experts._parameters[key] = nn.Parameter(w, requires_grad=False)
             if experts.has_bias:
-                bias = torch.stack([self._joined([layer.bias.detach() for layer in parts]) for parts in layers])
-                folded._parameters[f"{key}_bias"] = nn.Parameter(bias, requires_grad=False)
-        return folded
+                bias = torch.stack([self._joined([layer.bias.detach() for layer in of_one]) for of_one in parts])
+                experts._parameters[f"{key}_bias"] = nn.Parameter(bias, requires_grad=False)
+        if len(stacks) == len(projections(experts)):
+            return SparseExperts(experts, stacks)
+        for key, stack in stacks.items():  # all of it is packed, or nothing
+            w = stack.to_dense().transpose(1, 2) if experts.is_transposed else stack.to_dense()
+            experts._parameters[key] = nn.Parameter(w.contiguous(), requires_grad=False)
+        return experts
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if self.of[0].is_concatenated else torch.stack(parts, 1).flatten(0, 1)
+
+
+def _dense_weight(layer: nn.Linear) -> Tensor:
+    return layer.packed.to_dense() if isinstance(layer, SparseLinear) else layer.weight.detach()
 
 
 def _layer(weight: Tensor, bias: nn.Parameter | None, is_packed: bool) -> nn.Linear:
@@ -457,11 +480,7 @@ def unfold_(model: nn.Module, which: Callable[[str, nn.Module], bool]) -> list[s
 
 def fold_(model: nn.Module, names: Iterable[str], options: Options) -> None:
     for name in names:
-        unfolded = model.get_submodule(name)
-        try:
-            put(model, name, unfolded.fold(options))  # type: ignore[operator]
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        put(model, name, model.get_submodule(name).fold(options))  # type: ignore[operator]
 
 
 @contextlib.contextmanager

@@ -668,8 +668,14 @@ def test_experts_one_by_one_give_what_the_stack_gives(format: str, monkeypatch: 
     at_once = method.apply(layer, x, p, ids, None, None)
     monkeypatch.setattr(vllm_experts, "MANY", 16)
     method.look_at_each(layer)
-    sizes, one_by_one = [], vllm_experts.one_by_one
-    monkeypatch.setattr(vllm_experts, "one_by_one", lambda *args: sizes.append(len(args[2])) or one_by_one(*args))
+    sizes: list[int] = []
+
+    def noted(layer: Any, experts: Any, x: torch.Tensor, *ends: Any) -> torch.Tensor:
+        sizes.append(len(x))
+        return one_by_one(layer, experts, x, *ends)
+
+    one_by_one = vllm_experts.one_by_one
+    monkeypatch.setattr(vllm_experts, "one_by_one", noted)
     for tokens in (39, 40):  # of 5 experts
         got = method.apply(layer, x[:tokens], p[:tokens], ids[:tokens], None, None)
         assert_same_bits(got, at_once[:tokens])

@@ -23,6 +23,7 @@ def test_random_matrices(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.sm80
 def test_random_matrices_on_this_gpu() -> None:
     assert exact.main(["--cases", "40", "--device", "cuda"]) == 0
 

@@ -149,6 +149,11 @@ class MackoHfQuantizer(HfQuantizer):
         tensor_parallel.check(model)
         self._believe_files(checkpoint_files or [])
         if self.pre_quantized:
+            if tensor_parallel.is_asked(model) and (one := self._packed_by_expert(model)):
+                raise ValueError(
+                    f"{one}: the files hold its experts packed one by one, of which no process gets a part yet: load "
+                    "the dense model with quantization_config=macko.MackoConfig(), which packs what each process gets"
+                )
             self._unfolded = unfold_(
                 model, lambda name, module: is_experts(module) and self._has_each_expert(model, name)
             )
@@ -178,6 +183,11 @@ class MackoHfQuantizer(HfQuantizer):
         conversions = get_model_conversion_mapping(model)
         self._split = [list(c.target_patterns) for c in conversions if len(c.target_patterns) > 1]
         self._share = _expected_share(checkpoint_files or [], self._found)
+
+    def _packed_by_expert(self, model: Any) -> str:
+        """The name of a module of experts that the files have packed, or nothing."""
+        names = (name for name, module in model.named_modules() if is_experts(module))
+        return next((name for name in names if self._has_each_expert(model, name)), "")
 
     def _has_each_expert(self, model: Any, name: str) -> bool:
         """Whether the files have the experts of this module packed, one by one."""
@@ -332,8 +342,8 @@ class MackoHfQuantizer(HfQuantizer):
         """Packs a projection of experts, which transformers has merged; if it stays dense, so does the other one."""
         layer, key = self._experts.pop(name), name.rpartition(".")[2]
         module, config = model.get_submodule(layer), self.quantization_config
-        shape = module._parameters[key].shape
-        if weight.shape != shape:
+        expected = module._parameters[key]
+        if weight.shape != getattr(expected, "_local_tensor", expected).shape:  # of a DTensor this process' part
             return False  # transformers then says that the checkpoint is of another size
         w = weight.transpose(1, 2) if module.is_transposed else weight
         row = LayerReport(name, tuple(w.shape), None, "dense", w.nbytes, w.nbytes, linear=False)
@@ -351,6 +361,7 @@ class MackoHfQuantizer(HfQuantizer):
             dense, module = module, SparseExperts(module, {})
             module._parameters.update({k: p for k, p in dense._parameters.items() if k not in module._parameters})
             put(model, layer, module)
+            tensor_parallel.wrap_experts(model, layer, module)
         module._parameters.pop(key)
         module.hold(key, stack)
         for tensor in module.buffers():
@@ -360,6 +371,8 @@ class MackoHfQuantizer(HfQuantizer):
     def _unpack_experts(self, model: Any, layer: str, reason: str) -> None:
         """Makes dense again what was packed before it was known that the module's other projection is not."""
         sparse = model.get_submodule(layer)
+        if "forward" in vars(sparse):
+            raise ValueError(f"{layer}: of this process' part only one projection can be packed ({reason}): ignore it")
         put(model, layer, sparse.to_dense())
         for row in self.report.layers:
             if row.name.rpartition(".")[0] == layer:

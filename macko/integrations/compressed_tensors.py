@@ -22,7 +22,6 @@ Of 4 bits (pack-quantized, symmetric) the weights are made of 16 bits:
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -31,11 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..choose.patterns import countable
-from ..files import Checkpoint, open_tensors, version_of
+from ..files import Checkpoint, FolderWriter, open_tensors, version_of
 from ..weights import ByteWeight, Dense8Weight, Sparse8Weight, codes
 
 FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
@@ -168,7 +166,7 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
         ValueError: a layer is not as its config says.
     """
     layers: dict[str, Any] = {}
-    places: dict[str, str] = {}
+    written = FolderWriter(target)
     with Checkpoint(source) as file:
         about = file.config.get("dtype") or file.config.get("torch_dtype")
         dtype = torch.float16 if about == "float16" else torch.bfloat16
@@ -191,16 +189,11 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
                     tensors[key] = file[key]
                     if last in _CODES and tensors[key].dtype in (torch.int8, torch.int32, torch.float8_e4m3fn):
                         raise ValueError(f"{name}: it has 8 bits, and no weight_scale")
-            if tensors:
-                save_file(tensors, target / path.name, metadata={"format": "pt"})
-            places |= dict.fromkeys(tensors, path.name)
-        if {*places.values()} != {"model.safetensors"}:
-            (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+            written.add(path.name, tensors)
+        if not layers:
+            raise ValueError(f"{source} has no layer of 8 bits, config.json says that it has")
         about = {"quant_method": "macko", "version": version_of(layers), "layers": layers}
-        config = {**file.config, "quantization_config": about}
-    if not layers:
-        raise ValueError(f"{source} has no layer of 8 bits, config.json says that it has")
-    (target / "config.json").write_text(json.dumps(config, indent=2))
+        written.end({**file.config, "quantization_config": about})
     return layers
 
 

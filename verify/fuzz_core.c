@@ -17,32 +17,19 @@
 
 #include "../contrib/ec/ec.h"
 #include "../csrc/bitmap/bitmap.h"
-#include "../csrc/codecs/dense12/dense12.h"
-#include "../csrc/codecs/dense8/dense8.h"
-#include "../csrc/codecs/sparse11/sparse11.h"
-#include "../csrc/codecs/sparse8/sparse8.h"
-#include "../csrc/codecs/tile/tile.h"
 #include "../csrc/core/cpu.h"
 #include "../csrc/core/knobs.h"
+#include "../csrc/codecs/dense12/dense12.h"
+#include "../csrc/codecs/dense8/dense8.h"
 #include "../csrc/macko/macko.h"
 #include "../csrc/planes12/planes12.h"
 #include "../csrc/slide/slide.h"
+#include "../csrc/codecs/sparse11/sparse11.h"
+#include "../csrc/codecs/sparse8/sparse8.h"
+#include "../csrc/codecs/tile/tile.h"
 
-enum {
-    MACKO,
-    BITMAP,
-    EC,
-    TILE,
-    DENSE12,
-    SPARSE11,
-    DENSE8,
-    SPARSE8,
-    SLIDE,
-    PLANES12,
-    KINDS,
-    MAX_ARRAYS = 8,
-    MOST = 1 << 20
-};
+enum { MACKO, BITMAP, EC, TILE, DENSE12, SPARSE11, DENSE8, SPARSE8, SLIDE, PLANES12, KINDS };
+enum { MAX_ARRAYS = 8, MOST = 1 << 20 };
 
 /* What a corpus file begins with; the arrays follow in the order of the format's dataclass. */
 typedef struct header {
@@ -369,8 +356,7 @@ static macko_fault try_sparse11(const input *in) {
     macko_fault fault = {-1, 0, 0, 0};
     if (h->rows < 0 || h->rows > INT32_MAX || h->cols < 0 || h->cols > INT32_MAX || h->dtype == MACKO_F32) return fault;
     const int64_t slabs = macko_slab_count(h->rows, h->cols), least = slabs ? macko_sparse11_units(0, 0) : 0;
-    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_SLAB_UNIT ||
-        h->bytes[0] < slabs * least * MACKO_SLAB_UNIT)
+    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_SLAB_UNIT || h->bytes[0] < slabs * least * MACKO_SLAB_UNIT)
         return fault;
     if (h->extra < least || h->extra > (slabs ? MACKO_SPARSE11_MOST_UNITS : 0)) return fault;
     for (int i = 0; i < 2; i++)
@@ -467,8 +453,7 @@ static macko_fault try_sparse8(const input *in) {
     macko_fault fault = {-1, 0, 0, 0};
     if (!bytes_pass(h, h->bytes[2])) return fault;
     const int64_t slabs = macko_slab_count(h->rows, h->cols), least = slabs ? macko_sparse8_units(0) : 0;
-    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_SLAB_UNIT ||
-        h->bytes[0] < slabs * least * MACKO_SLAB_UNIT)
+    if (h->bytes[1] != (slabs + 1) * 4 || h->bytes[0] % MACKO_SLAB_UNIT || h->bytes[0] < slabs * least * MACKO_SLAB_UNIT)
         return fault;
     if (h->extra < least || h->extra > (slabs ? macko_sparse8_units(MACKO_SPARSE8_MOST_ROWS) : 0)) return fault;
     macko_sparse8_matrix m = {.data = in->arrays[0],
@@ -638,9 +623,9 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsi
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    static macko_fault (*const tries[KINDS])(const input *) = {try_macko,   try_bitmap,   try_ec,     try_tile,
-                                                               try_dense12, try_sparse11, try_dense8, try_sparse8,
-                                                               try_slide,   try_planes12};
+    static macko_fault (*const tries[KINDS])(const input *) = {
+        try_macko,    try_bitmap, try_ec,      try_tile,  try_dense12,
+        try_sparse11, try_dense8, try_sparse8, try_slide, try_planes12};
     static const char *const paths[] = {"cpu=scalar", "cpu=avx2", "cpu=avx512"};
     input in;
     if (!parse(data, size, &in)) return 0;

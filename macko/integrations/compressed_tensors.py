@@ -110,7 +110,7 @@ def has_four_bits(config: Mapping[str, Any]) -> bool:
             ("num_bits", (4,)),
             ("type", ("int",)),
             ("strategy", ("channel", "group")),
-            ("symmetric", (True,)),
+            ("symmetric", (True, False)),
             ("actorder", (None, "weight")),
         ):
             if weights.get(key) not in known:
@@ -236,13 +236,24 @@ def _of_4_bits(file: Checkpoint, name: str) -> Tensor:
             raise ValueError(f"weight_scale has shape {list(scales.shape)}, weight_shape says {[rows, cols]}")
         if not scales.is_floating_point():
             raise ValueError(f"weight_scale is {scales.dtype}, expected floating point")
-        if any(f"{name}.{other}" in file for other in ("weight_zero_point", "weight_g_idx")):
-            raise ValueError("it has zero points or an order of columns, which macko does not read")
+        if f"{name}.weight_g_idx" in file:
+            raise ValueError("it has an order of columns, which macko does not read")
+        points = f"{name}.weight_zero_point"
+        zeros = file[points] if points in file else None  # noqa: SIM401  it has no get
+        wanted = [-(-rows // 8), scales.shape[1]]
+        if zeros is not None and (zeros.dtype != torch.int32 or list(zeros.shape) != wanted):
+            raise ValueError(f"weight_zero_point is {zeros.dtype} {list(zeros.shape)}, expected int32 {wanted}")
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    codes = (words[:, :, None] >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).flatten(1)[:, :cols] - 8
-    each = scales.float().repeat_interleave(cols // scales.shape[1], 1)
-    return (codes * each).to(scales.dtype)
+    codes, columns = _nibbles(words, cols), cols // scales.shape[1]
+    if zeros is not None:
+        codes -= _nibbles(zeros.t(), rows).t().repeat_interleave(columns, 1)
+    return (codes * scales.float().repeat_interleave(columns, 1)).to(scales.dtype)
+
+
+def _nibbles(words: Tensor, count: int) -> Tensor:
+    """Codes of 4 bits from -8 on, so many of each row, eight in a word, the lowest first."""
+    return (words[:, :, None] >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).flatten(1)[:, :count] - 8
 
 
 def _decoded(file: Checkpoint, name: str) -> Tensor:

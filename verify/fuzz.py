@@ -721,7 +721,7 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, An
 def write_corpus(folder: Path) -> None:
     """The honest weights for verify/fuzz_core.c, which says what the files hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11", "dense8", "sparse8", "slide"]
+    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11", "dense8", "sparse8", "slide", "planes12"]
     for number, weight in enumerate(weight for weight in honest() if weight.format in kinds):
         arrays = [
             bytes(t.reshape(-1).view(torch.uint8).tolist()) if t.numel() else b"" for t in weight.tensors().values()

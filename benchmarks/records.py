@@ -239,6 +239,13 @@ def experts() -> Lines:
     )
 
 
+def one_gpu() -> Lines:
+    """A model that a GPU holds in 12 bits only; bytes in GB."""
+    sizes = ("bytes", "peak_bytes", "dense_bytes")
+    lines = read(H100 / "one_gpu.jsonl")
+    return [line | {name.replace("bytes", "gb"): line[name] / 1e9 for name in sizes} for line in lines]
+
+
 # Under load: benchmarks.load.
 
 

@@ -349,6 +349,12 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{model} | {rows} x {cols} | {dense12 1 gain:.2f}x | {dense12 8 gain:.2f}x | {dense12 32 gain:.2f}x | "
               "{dense12 64 gain:.2f}x | {dense12 128 gain:.2f}x"),
     ),
+    "one gpu where": (lambda: read(H100 / "one_gpu.jsonl"), WHERE),
+    "one gpu": (
+        records.one_gpu,
+        Table("sequences | ms a step | weights, GB | peak, GB | dense weights, GB",
+              "{batch} | {ms:.1f} | {gb:.1f} | {peak_gb:.1f} | {dense_gb:.1f}"),
+    ),
     "load where": (records.load, WHERE),
     "load": (records.load_tokens, load_table("tile", "sparse11", "dense12")),
     "load spread": (lambda: read(H100 / "load.jsonl"), load_spread),

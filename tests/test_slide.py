@@ -28,9 +28,17 @@ from tests import reference
 from tests.common import HALVES, Plan, assert_same_bits, device_dtypes, devices, needs_capture
 from tests.layouts import LAYOUTS
 
+pytestmark = pytest.mark.sm80
+
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 TYPES = (INT8, FP8, torch.float16, torch.bfloat16)
 PATTERNS = (0, 2, 3, 4, 5, 6, 8)
+
+
+def multiplied(device: str, *dtypes: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Those of which the device has products: float8's from compute capability 8.9 on. Skips where there is none."""
+    found = tuple(dtype for dtype in dtypes if SlideWeight.runs(torch.device(device), dtype))
+    return found or pytest.skip(f"this GPU's code has no products of {dtypes}")
 
 
 def all_masks(n: int) -> Tensor:
@@ -206,6 +214,7 @@ def test_tokens_of_special_numbers(device: str, source: torch.dtype) -> None:
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 def test_nan_and_inf_stay_in_their_token(dtype: torch.dtype, device: str) -> None:
+    multiplied(device, dtype)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).half()
     x[1, 3], x[3, 9] = float("nan"), float("inf")
     weights = ops.slide_pack(weight(40, 64, 4, torch.float16).to(device), 4, dtype)[:2]
@@ -223,6 +232,7 @@ SIZES = [(1, 8, 8), (1, 1, 1), (16, 64, 128), (17, 200, 384), (37, 520, 1000), (
 @pytest.mark.parametrize("n", PATTERNS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_integer_products_are_exact(dtype: torch.dtype, n: int, device: str) -> None:
+    multiplied(device, dtype)
     for tokens, rows, cols in SIZES if device == "cuda" or (n, dtype) == (4, INT8) else SIZES[:6]:
         # Sums stay within what fp32, and what float8's tensor cores, count exactly; the output rounds once.
         few = {INT8: cols, FP8: 200}.get(dtype, 1000)
@@ -254,6 +264,7 @@ def test_integer_products_are_exact(dtype: torch.dtype, n: int, device: str) -> 
 @pytest.mark.parametrize("n", [0, 4])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_tile(dtype: torch.dtype, n: int, tile: str, plan: Plan) -> None:
+    multiplied("cuda", dtype)
     plan(f"slide_tile={tile}")
     of_tile = int(tile.split("x")[1])
     # Small tiles: long enough for two and four blocks to share one, and short. Large: several tiles of a block, too.
@@ -377,7 +388,7 @@ def test_linear_within_its_bound(n: int, source: torch.dtype, device: str) -> No
         w = weight(rows, cols, n, source)
         x = torch.randn(2, tokens, cols, generator=torch.Generator().manual_seed(1)).to(source)
         bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(source)
-        for dtype in (INT8, FP8, *([source] if source in HALVES else [])):
+        for dtype in multiplied(device, INT8, FP8, *([source] if source in HALVES else [])):
             packed = ops.slide_pack(w.to(device), n, dtype)[:2]
             y = ops.slide_linear(x.to(device), *packed, cols, n, dtype, bias.to(device))
             assert y.shape == (2, tokens, rows)
@@ -486,6 +497,7 @@ def test_gradient_is_that_of_the_dequantised_weight() -> None:
 @needs_capture
 @pytest.mark.parametrize("dtype", [INT8, FP8, torch.bfloat16])
 def test_captured_and_compiled(dtype: torch.dtype) -> None:
+    multiplied("cuda", dtype)
     w = weight(264, 512, 4, torch.bfloat16).cuda()
     packed, scale, _ = ops.slide_pack(w, 4, dtype)
     x = torch.randn(70, 512, device="cuda").bfloat16()
@@ -522,6 +534,7 @@ def test_sparsest_pattern() -> None:
 @pytest.mark.parametrize("element", range(4))
 @pytest.mark.parametrize("n", [0, 2, 4])
 def test_packed_weight(n: int, element: int, device: str) -> None:
+    multiplied(device, SLIDE_ELEMENTS[element])
     dtype = source_of(SLIDE_ELEMENTS[element])
     w = weight(72, 130, n, dtype).to(device)
     packed = SlideWeight.from_dense(w, n, element)

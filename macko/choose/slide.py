@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from .. import _library
 from ..weights import (
     SLIDE_ELEMENTS,
     SLIDE_PATTERNS,
@@ -43,7 +44,7 @@ def slide_layout(w: Tensor | PackedWeight, n: int, dtype: torch.dtype, tokens: i
     if gain is not None:
         return n if gain >= 1 else 0
     taken = n == 2 or (dtype == torch.int8 and n <= WIDEST and tokens >= LEAST_TOKENS)
-    return n if taken or torch.cuda.get_device_capability(w.device) == (9, 0) else 0
+    return n if taken or _library.code_capability(w.device) == (9, 0) else 0
 
 
 def slide_note(w: Tensor, packed: PackedWeight, options: Options) -> str:

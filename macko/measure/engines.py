@@ -115,7 +115,7 @@ def asked_of_macko(options: argparse.Namespace) -> dict[str, Any]:
 def _random_folder(source: str) -> str:
     """A folder with the config alone, beside vLLM's compiled code, which is found again by the folder's name only."""
     folder = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "macko" / source[len("random:") :]
-    config = runs.random_config(source, architectures=["LlamaForCausalLM"]).to_json_string()
+    config = runs.random_config(source).to_json_string()
     folder.mkdir(parents=True, exist_ok=True)
     (part := folder / f"config.{os.getpid()}").write_text(config, encoding="utf-8")
     part.replace(folder / "config.json")  # at once: another process may be reading it
@@ -299,16 +299,18 @@ def bytes_and_seconds(model: Any) -> tuple[int, float | None]:
 def _fill_dummies(sparsity: float, dtype: torch.dtype | None) -> None:
     """Random weights of the right spread, so many of the smallest zero, in place of vLLM's dummies, which have none; of
     that dtype before they have the model's, if one is given."""
-    from ..integrations import vllm
+    from ..integrations import vllm, vllm_experts
 
-    convert, spread = vllm.convert_weight, 0.02
+    convert, stack, spread = vllm.convert_weight, vllm_experts.stack_of, 0.02
     threshold = spread * statistics.NormalDist().inv_cdf((1 + sparsity) / 2)
 
-    def filled(name: str, weight: Tensor, *how: Any) -> Any:
-        weight.normal_(0, spread)
-        if dtype is not None:
-            weight.copy_(weight.to(dtype))
-        weight.mul_(weight.abs() >= threshold)
-        return convert(name, weight, *how)
+    def fill(weight: Tensor) -> Tensor:
+        for part in weight if weight.dim() == 3 else [weight]:  # experts one by one: what this takes besides is theirs
+            part.normal_(0, spread)
+            if dtype is not None:
+                part.copy_(part.to(dtype))
+            part.mul_(part.abs() >= threshold)
+        return weight
 
-    vllm.convert_weight = filled  # type: ignore[assignment]
+    vllm.convert_weight = lambda name, weight, *how: convert(name, fill(weight), *how)  # type: ignore[assignment]
+    vllm_experts.stack_of = lambda weight, *how: stack(fill(weight), *how)  # type: ignore[assignment]

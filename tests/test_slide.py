@@ -305,8 +305,8 @@ def test_kernel_of_other_gpus(dtype: torch.dtype, n: int, plan: Plan) -> None:
 @pytest.mark.parametrize("tile", ["128x128", "256x128"])
 @pytest.mark.parametrize("n", [0, 4])
 @pytest.mark.parametrize("dtype", [INT8, torch.bfloat16])
-def test_blocks_of_other_gpus_share_the_last_tiles(dtype: torch.dtype, n: int, tile: str, plan: Plan) -> None:
-    """Where the last wave would keep few blocks busy, tiles of it are split by their columns."""
+def test_last_wave_of_other_gpus_is_nearly_empty(dtype: torch.dtype, n: int, tile: str, plan: Plan) -> None:
+    """Just more tiles than there are blocks at a time."""
     plan(f"copy=cp_async,slide_tile={tile}")
     num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     rows, cols, tokens = 256 * (num_sms // 2 + 2) + 40, 4400 // dtype.itemsize, 200  # a block an SM, or two

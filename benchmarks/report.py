@@ -138,11 +138,7 @@ SLIDE_MMA = columns_of(
     ["mma dense", "mma 2:4", "mma 6:8", "cusparselt 2:4", "cusparselt 6:8", "_int_mm", "wgmma dense", "wgmma 2:4"],
     "{% us:.0f}",
 )
-SLIDE_QUALITY = columns_of(
-    "{pattern}",
-    [f"{unit} {values}" for unit in ("one shot", "submodule") for values in ("exact", "int8", "fp8")],
-    "{% perplexity_ratio:.4f}",
-)
+SLIDE_QUALITY = columns_of("{pattern}", ["one shot exact", "one shot int8", "one shot fp8"], "{% cosine:.4f}")
 
 
 EC_SIDES = (*records.EC_OTHERS, *records.EC_VARIANTS)
@@ -475,10 +471,6 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         paragraph("{gpu}, driver {driver}, torch {torch}, cuSPARSELt {cusparselt}, commit {commits}."),
     ),
     "slide quality": (records.slide_quality, SLIDE_QUALITY),
-    "slide quality where": (
-        records.slide_quality,
-        paragraph("{device}, torch {torch}; {weights} weights, trained on {trained_tokens} tokens, commit {commits}."),
-    ),
     "canonical where": (lambda: records.canonical(True) + records.canonical(False), WHERE),
     "canonical": (
         lambda: wide(records.canonical(True), "{rows}x{cols}", "{dtype}"),

@@ -102,7 +102,10 @@ class Stack:
         return self.experts, self.rows, self.packed.cols
 
     def expert(self, e: int) -> PackedWeight:
-        """Expert e's matrix, its rows filled up: its slabs where they are. Waits for the device."""
+        """Expert e's matrix, its rows filled up: its slabs where they are. Counts of entries stay the stack's.
+
+        Waits for the device.
+        """
         data, rows = self.packed.tensors()["data"], self.filled_rows
         offsets = self.packed.tensors().get("offsets")
         if offsets is None:

@@ -424,9 +424,9 @@ class UnfoldedExperts(nn.Module):
         ones: list[Any] = [self._modules[str(e)] for e in range(experts.num_experts)]
         layers = [layer for one in ones for layer in one.children()]
         packed = [layer.packed for layer in layers if isinstance(layer, SparseLinear)]
-        formats = {weight.format for weight in packed}
-        if len(formats) == 1 and not not_a_stack(*formats):
-            options = Options(*formats)
+        formats = sorted({weight.format for weight in packed})
+        if len(formats) == 1 and not not_a_stack(formats[0]):
+            options = Options(formats[0])
         stacks: dict[str, Stack] = {}
         for key in projections(experts):
             parts = [[getattr(one, name) for name in self.parts(key)] for one in ones]

@@ -1,28 +1,33 @@
 """Do the tests notice? Plants one fault at a time into a copy of the source and runs the quick tests of its subject.
 
-    python -m verify.mutate [--only TEXT] [--out FILE]
+    python -m verify.mutate [--only TEXT] [--log FILE] [--out FILE]
 
-A fault is in CPU code or Python; where it is in C the CPU library is built again. Caught: a test fails, crashes, or
-runs for over two minutes. Prints a table; the exit code is 1 where a fault survives, and 2 where the tests fail without
-one, or a fault's text is not there just once or does not compile. `make mutants` runs all of them.
+A fault is in CPU code or Python; where it is in C the CPU library is built again. Caught: a test that passes without
+the fault fails, crashes, or runs too long with it. Prints a table; the exit code is 1 where a fault survives, and 2
+where the tests fail without one, or a fault's text is not there just once or does not compile. `make mutants` runs all
+of them; with `--log` a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = Path("macko/_C.abi3.so")
-TIMEOUT_S = 120
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,32 +218,47 @@ class PlanError(Exception):
     """The faults or the tests are not what this file says."""
 
 
-def run(command: list[str], copy: Path, timeout_s: int = TIMEOUT_S) -> tuple[int | None, str]:
-    """Exit status, None where it ran too long, and the output."""
-    env = {**os.environ, "MACKO_CUDA": "0", "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=copy, env=env, capture_output=True, text=True, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired:
-        return None, ""
-    return done.returncode, done.stdout + done.stderr
-
-
 def build(copy: Path) -> None:
-    status, output = run(["setup.py", "--quiet", "build_ext", "--inplace"], copy, 5 * TIMEOUT_S)
-    if status != 0:
-        raise PlanError(f"it does not compile:\n{output[-2000:]}")
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=copy, env={**os.environ, "MACKO_CUDA": "0"}, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise PlanError(f"it does not compile:\n{(done.stdout + done.stderr)[-2000:]}")
 
 
-def test(tests: str, copy: Path) -> tuple[int | None, str]:
+def test(tests: str, copy: Path, timeout_s: int) -> tuple[int, str]:
+    """Exit status, negative of a signal's where one ended it, and the output.
+
+    In a fork of this process, which has imported what takes seconds: most tests take less.
+    """
     marks = "not gpu" if "::" in tests else "not slow and not gpu"  # a test that is named may be slow
     options = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider", "--no-header", "--tb=no"]
-    return run(["-m", "pytest", *tests.split(), *options], copy)
+    with tempfile.TemporaryFile("w+") as output:
+        if (child := os.fork()) == 0:
+            os.setpgid(0, 0)
+            signal.alarm(timeout_s)
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+            os.chdir(copy)
+            os.environ["PYTHONPATH"] = str(copy)
+            sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
+            sys.dont_write_bytecode = True
+            for name in [name for name in sys.modules if name.partition(".")[0] == "verify"]:
+                del sys.modules[name]
+            status = 70
+            try:
+                status = int(pytest.main([*tests.split(), *options]))
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it started
+        output.seek(0)
+        return os.waitstatus_to_exitcode(status), output.read()
 
 
-def caught_by(fault: Fault, copy: Path) -> str:
-    """The test that fails with it, or nothing. The copy is clean again behind it."""
+def caught_by(fault: Fault, copy: Path, timeout_s: int) -> str:
+    """The test that fails with it and passes without, or nothing. The copy is clean again after it."""
     path = copy / fault.file
     text = path.read_text()
     if text.count(fault.old) != 1:
@@ -249,7 +269,7 @@ def caught_by(fault: Fault, copy: Path) -> str:
     try:
         if native:
             build(copy)
-        status, output = test(fault.tests, copy)
+        status, output = test(fault.tests, copy, timeout_s)
     finally:
         path.write_text(text)
         if native:
@@ -257,55 +277,73 @@ def caught_by(fault: Fault, copy: Path) -> str:
             (copy / LIBRARY).write_bytes(clean)
     if status in (4, 5):
         raise PlanError(f"{fault.tests}: no such tests:\n{output[-2000:]}")
-    if status is None:
-        return f"over {TIMEOUT_S} s"
+    if status == 0:
+        return ""
     found = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    failed = [line.partition(" - ")[0] for line in found]
-    return "" if status == 0 else failed[0] if failed else f"exit status {status}"
+    failed = found[0].partition(" - ")[0] if found else fault.tests
+    clean_status, output = test(failed, copy, timeout_s)
+    if clean_status != 0:
+        raise PlanError(f"{failed} fails without a fault:\n{output[-2000:]}")
+    return failed if found else f"over {timeout_s} s" if status == -signal.SIGALRM else f"exit status {status}"
 
 
 def copy_source(copy: Path) -> None:
     names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in names.splitlines():
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
+        source, target = ROOT / name, copy / name
+        if source.is_file() and not (target.is_file() and target.read_bytes() == source.read_bytes()):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+            shutil.copymode(source, target)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="TEXT", default="", help="faults that have it in what they are, or where")
+    parser.add_argument(
+        "--timeout", metavar="S", type=int, default=120, help="seconds for a fault's tests (%(default)s)"
+    )
+    parser.add_argument("--folder", help="build in it and leave it, for the next run (default: a temporary one)")
+    parser.add_argument("--log", metavar="FILE", help="a line of JSON for each fault; those it has are not tried again")
     parser.add_argument("--out", metavar="FILE", help="append a line of JSON, once all have run")
     args = parser.parse_args()
     faults = [fault for fault in FAULTS if args.only in f"{fault.what} {fault.file}"]
     describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(describe, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
-    survivors: list[str] = []
+    caught: dict[str, str] = {}
+    if args.log and Path(args.log).exists():
+        caught = {line["fault"]: line["caught_by"] for line in map(json.loads, Path(args.log).read_text().splitlines())}
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
+        copy = Path(args.folder or folder).resolve()
         copy_source(copy)
-        try:
-            build(copy)
-            for tests in dict.fromkeys(name for fault in faults for name in fault.tests.split()):
-                status, output = test(tests, copy)
-                if status != 0:
-                    raise PlanError(f"{tests} fails without a fault:\n{output[-2000:]}")
-            for number, fault in enumerate(faults, 1):
-                start = time.monotonic()
-                catcher = caught_by(fault, copy)
-                if not catcher:
-                    survivors.append(fault.what)
-                took = f"{time.monotonic() - start:4.0f} s"
-                print(f"{number:2} {took}  {fault.file}: {fault.what}: {catcher or 'SURVIVES'}", flush=True)
-        except PlanError as error:
-            print(f"verify/mutate.py: {error}", file=sys.stderr)
-            return 2
-    print(f"{len(faults) - len(survivors)} of {len(faults)} caught")
-    if args.out and len(faults) == len(FAULTS):
+        for name in ("torch", "numpy", "hypothesis", "transformers.models.llama.modeling_llama"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        build(copy)
+        for number, fault in enumerate(faults, 1):
+            if fault.what in caught:
+                continue
+            start = time.monotonic()
+            try:
+                caught[fault.what] = caught_by(fault, copy, args.timeout)
+            except PlanError as error:
+                print(f"{number:2}  {fault.file}: {fault.what}: {error}", flush=True)
+                continue
+            took = time.monotonic() - start
+            catcher = caught[fault.what] or "SURVIVES"
+            print(f"{number:2} {took:4.0f} s  {fault.file}: {fault.what}: {catcher}", flush=True)
+            if args.log:
+                line = {"commit": commit, "fault": fault.what, "caught_by": caught[fault.what], "seconds": round(took)}
+                with open(args.log, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+    survivors = [fault.what for fault in faults if caught.get(fault.what) == ""]
+    broken = [fault.what for fault in faults if fault.what not in caught]
+    print(f"{len(faults) - len(survivors) - len(broken)} of {len(faults)} caught")
+    if args.out and len(faults) == len(FAULTS) and not broken:
         line = {"commit": commit, "what": "mutants", "faults": len(faults), "survivors": survivors}
         with open(args.out, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-    return 1 if survivors else 0
+    return 2 if broken else 1 if survivors else 0
 
 
 if __name__ == "__main__":

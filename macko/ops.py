@@ -85,10 +85,10 @@ def linear_experts(x: Tensor, tensors: Sequence[Tensor], header: Sequence[int], 
         x: [tokens, cols], sorted by expert.
         tensors, header: experts' matrices as one packed weight of slabs, [experts * filled rows, cols].
         rows: of an expert, which the weight holds filled up with zeros to a multiple of 64.
-        ends: int32 [experts], where x is: the first row behind each expert's.
+        ends: int32 [experts], where x is: the first row after each expert's.
 
     Returns:
-        [tokens, rows]; zeros in the rows behind the last end. Differentiable in x. On a GPU no host waits, and up to
+        [tokens, rows]; zeros in the rows after the last end. Differentiable in x. On a GPU no host waits, and up to
         96 tokens an expert in the mean a token's bits depend on no other one.
 
     Raises:
@@ -447,7 +447,7 @@ def _experts_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     w = torch.ops.macko.dense(tensors, ctx.header, False)
     w = w.view(len(ends), -1, w.shape[1])[:, : ctx.rows]
     rows = torch.arange(len(grad), device=grad.device).unsqueeze(1)
-    grad_x = torch._grouped_mm(grad.contiguous(), w, offs=ends)  # of rows behind the last end it writes nothing
+    grad_x = torch._grouped_mm(grad.contiguous(), w, offs=ends)  # of rows after the last end it writes nothing
     return (grad_x.masked_fill(rows >= ends[-1:], 0), *nothing)
 
 

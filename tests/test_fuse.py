@@ -26,7 +26,7 @@ EPS = 1e-5
 
 
 class Watched(Fuse):
-    """With the names of macko's ops and of sums in the graphs behind it, since an object was made."""
+    """With the names of macko's ops and of sums in the graphs after it, since an object was made."""
 
     seen: ClassVar[list[str]] = []  # options are copied
 
@@ -106,7 +106,7 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None, layout: str = "sel
 
 
 def compiled(model: Any, *inputs: Tensor) -> tuple[Tensor, list[str]]:
-    """What the graph that Inductor would compile gives behind the pass, and the names of its ops of macko and sums."""
+    """What the graph that Inductor would compile gives after the pass, and the names of its ops of macko and sums."""
     watched = Watched()
 
     def run(graph: torch.fx.GraphModule, _: Any) -> Any:

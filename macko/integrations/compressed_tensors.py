@@ -316,7 +316,7 @@ def _shape(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> list[int]:
 
 
 def _panels(step: int, shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Iterator[Tensor]:
-    """The dense weight, `step` rows at a time; ValueError, if only behind the last ones, as of decode."""
+    """The dense weight, `step` rows at a time; ValueError, if only after the last ones, as of decode."""
     *rows, cols = _shape(shape, bitmask, compressed)
     bits_of = torch.uint8 if compressed.element_size() == 1 else compressed.dtype  # fp8 cannot be indexed
     values, done = compressed.flatten().view(bits_of), 0

@@ -2,7 +2,7 @@
 
 Measured, not guessed from weights: each layer is pruned by itself to a few shares, and what that does to its block's
 output is its error curve. The zeros go where the curves are flattest. Curves do not know of each other, so in the end
-the whole chain of blocks is pruned so, half-way so, and evenly, and the allocation with the least error behind the
+the whole chain of blocks is pruned so, half-way so, and evenly, and the allocation with the least error after the
 last block is taken: even shares where nothing is better.
 """
 
@@ -100,7 +100,7 @@ def allocate(
     bar: Any,
     strengths: tuple[float, ...] = STRENGTHS,
 ) -> tuple[dict[str, int], dict[float, float]]:
-    """Zeros of each layer in the blocks by name, and the error behind the last block by the strengths tried.
+    """Zeros of each layer in the blocks by name, and the error after the last block by the strengths tried.
 
     The model is as it was in the end.
 

@@ -51,15 +51,15 @@ def calibrate(
     Args:
         keep: called with each layer that was not done, as soon as it will not change any more.
         statistic: None: nothing is to be seen.
-        fitter: fits each block behind its layers. Then a block is done where all of its layers are.
-        done: names of layers that prune needs no inputs of. Their blocks run only to feed those behind them.
+        fitter: fits each block after its layers. Then a block is done where all of its layers are.
+        done: names of layers that prune needs no inputs of. Their blocks run only to feed those after them.
         bar: comes with the work of pruning, in weights, as its total. A batch's way through a module is its weights.
     """
     blocks = blocks_of(model, layers)
     *own, elsewhere = by_block(blocks, layers)
     new = [[layer for layer in group if layer.name not in done] for group in own]
     new = [group if some else [] for group, some in zip(own, new, strict=True)] if fitter else new
-    last = max((i for i, group in enumerate(new) if group), default=-1)  # no block behind it needs its inputs
+    last = max((i for i, group in enumerate(new) if group), default=-1)  # no block after it needs its inputs
     looks = [statistic is not None and bool(group) for group in new]
     rest = [model] if statistic and any(layer.name not in done for layer in elsewhere) else []
     bar.set_description("calibration", refresh=False)

@@ -1,6 +1,6 @@
 """reconstruct=: the weights that pruning left, fitted until attention and MLP say again what they said when dense.
 
-Block after block, behind the choice of its masks. Each submodule gets the inputs that the pruned and fitted modules
+Block after block, after the choice of its masks. Each submodule gets the inputs that the pruned and fitted modules
 before it make, and is fitted to what it made in the dense model: so it also makes up for what was lost before it. That
 is far more than a matrix by itself can win back (arXiv 2510.14444), and it hardly matters then what chose the masks.
 

@@ -726,22 +726,6 @@ def no_times(call: Any, on_gpu: bool, calls: int = 3) -> list[float]:
     return [2.0, 1.0, 3.0]
 
 
-@pytest.mark.slow
-def test_bench_against_fewer_bits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(runs, "seconds", no_times)
-    out = tmp_path / "results.jsonl"
-    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--dtype", "bfloat16"]
-    assert main(["bench", "random:tiny", *sizes, "--against", "fp8", "int4", "--json", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "fp8, 28 layers, logits: " in printed
-    assert "int4, 24 layers, logits: " in printed  # 688 columns are no groups of 128
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["model"] for row in rows if row["what"] == "decode"] == ["dense", "sparse", "fp8", "int4"]
-
-
 def test_weights_of_random_models_may_have_been_bfloat16() -> None:
     def low_bits(weights: Tensor) -> Tensor:
         return weights.view(torch.int16) & 7
@@ -763,22 +747,24 @@ def test_weights_of_random_models_may_have_been_bfloat16() -> None:
 
 
 @pytest.mark.slow
-def test_bench_shows_no_figure_that_noise_hides(
+def test_bench_against_fewer_bits_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(runs, "seconds", no_times)
     out = tmp_path / "results.jsonl"
-    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--sparsity", "0.5"]
-    assert main(["bench", "random:tiny", *sizes, "--json", str(out)]) == 0
+    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--sparsity", "0.5", "--dtype", "bfloat16"]
+    assert main(["bench", "random:tiny", *sizes, "--against", "fp8", "int4", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
+    assert "fp8, 28 layers, logits: " in printed
+    assert "int4, 24 layers, logits: " in printed  # 688 columns are no groups of 128
     assert "dense, decode batch 1 prompt 4: too noisy to tell" in printed
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    decode = [(row["ms"], row["tokens_per_s"]) for row in rows if row["what"] == "decode"]
-    assert decode == [(None, None)] * 2
+    decode = [(row["model"], row["ms"], row["tokens_per_s"]) for row in rows if row["what"] == "decode"]
+    assert decode == [(side, None, None) for side in ("dense", "sparse", "fp8", "int4")]
     assert all(row["ms"] == 1000 for row in rows if row["what"] == "prefill")
     cells = [line.split()[-3:] for line in printed.splitlines() if re.match("decode +1 +4 ", line)]
-    assert cells == [["-"] * 3] * 2
+    assert cells == [["-"] * 3] * 4
     assert "outputs of each layer equal to dense but for rounding: yes (worst 0." in printed
 
 

@@ -121,6 +121,7 @@ def test_wanda_on_a_worked_example() -> None:
     norms = torch.tensor([10.0, 1, 1, 1])
     assert wanda(w, 0.5, None, norms.square()).tolist() == [[1, 0, 0, 4], [4, 3, 0, 0]]
     assert wanda(w, 0.5, (1, 2), norms.square()).tolist() == [[1, 0, 0, 4], [4, 0, 2, 0]]
+    assert wanda(w[:, :2], 0.5, None, torch.tensor([3.0, 1])).tolist() == [[0, -2], [4, 0]]  # by norms, not squares
 
 
 def test_sparsegpt_of_one_row_is_optimal_brain_surgery() -> None:

@@ -354,8 +354,8 @@ def _exponents(layers: list[FoundLinear]) -> list[str]:
     fits = [lacks <= SPARSE11_LISTED * count for lacks, count in found if count]
     if not fits:
         return []
-    held = f"{sum(fits)} of {len(fits)} layers" if not all(fits) else "all of them" if len(fits) > 1 else "it"
-    return [f"On a GPU, in bfloat16, 11 bits a weight can hold {held}, bit for bit (sparse11)."]
+    which = f"{sum(fits)} of {len(fits)} layers" if not all(fits) else "all of them" if len(fits) > 1 else "it"
+    return [f"On a GPU, in bfloat16, 11 bits a weight can hold {which}, bit for bit (sparse11)."]
 
 
 def _reasons(found: list[FoundLinear], pattern: Pattern | None) -> dict[str, str]:

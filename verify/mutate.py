@@ -248,12 +248,12 @@ def build(copy: Path) -> None:
         raise PlanError(f"it does not compile:\n{(done.stdout + done.stderr)[-2000:]}")
 
 
-def test(tests: str, copy: Path, timeout_s: int) -> tuple[int, str]:
+def test(tests: list[str], copy: Path, timeout_s: int) -> tuple[int, str]:
     """Exit status, negative of a signal's where one ended it, and the output.
 
     In a fork of this process, which has imported what takes seconds: most tests take less.
     """
-    marks = "not gpu" if "::" in tests else "not slow and not gpu"  # a test that is named may be slow
+    marks = "not gpu" if "::" in tests[0] else "not slow and not gpu"  # a test that is named may be slow
     options = ["-x", "-q", "-m", marks, "-p", "no:cacheprovider", "--no-header", "--tb=no"]
     with tempfile.TemporaryFile("w+") as output:
         if (child := os.fork()) == 0:
@@ -269,7 +269,7 @@ def test(tests: str, copy: Path, timeout_s: int) -> tuple[int, str]:
                 del sys.modules[name]
             status = 70
             try:
-                status = int(pytest.main([*tests.split(), *options]))
+                status = int(pytest.main([*tests, *options]))
             finally:
                 sys.stdout.flush()
                 os._exit(status)
@@ -292,7 +292,7 @@ def caught_by(fault: Fault, copy: Path, timeout_s: int) -> str:
     try:
         if native:
             build(copy)
-        status, output = test(fault.tests, copy, timeout_s)
+        status, output = test(fault.tests.split(), copy, timeout_s)
     finally:
         path.write_text(text)
         if native:
@@ -303,11 +303,11 @@ def caught_by(fault: Fault, copy: Path, timeout_s: int) -> str:
     if status == 0:
         return ""
     found = [line.partition(" ")[2] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    failed = found[0].partition(" - ")[0] if found else fault.tests
+    failed = [found[0].partition(" - ")[0]] if found else fault.tests.split()
     clean_status, output = test(failed, copy, timeout_s)
     if clean_status != 0:
-        raise PlanError(f"{failed} fails without a fault:\n{output[-2000:]}")
-    return failed if found else f"over {timeout_s} s" if status == -signal.SIGALRM else f"exit status {status}"
+        raise PlanError(f"{failed[0]} fails without a fault:\n{output[-2000:]}")
+    return failed[0] if found else f"over {timeout_s} s" if status == -signal.SIGALRM else f"exit status {status}"
 
 
 def copy_source(copy: Path) -> None:

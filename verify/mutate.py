@@ -183,7 +183,7 @@ FAULTS = (
     Fault("a file of the next version is read", "macko/files.py", "if version > VERSION:",
           "if version > VERSION + 1:", "tests/test_files.py::test_an_unknown_version_is_refused"),
     Fault("a packed layer of a file is not validated", "macko/files.py", "            weight.validate()\n", "",
-          "tests/test_files.py::test_a_damaged_layer_is_refused_by_name"),
+          "tests/test_files.py::test_a_damaged_layer_is_refused_without_a_model"),
     Fault("a shard's first gap is another row's, within a byte", "macko/weights/canonical.py",
           "[first % in_byte :]", "[:]",
           "tests/test_shards.py::test_a_cut_within_a_byte_and_a_chunk"),

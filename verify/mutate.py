@@ -340,11 +340,12 @@ def main() -> int:
     parser.add_argument("--out", metavar="FILE", help="append a line of JSON, once all have run")
     args = parser.parse_args()
     faults = [fault for fault in FAULTS if args.only in f"{fault.what} {fault.file}"]
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        print("not tried: ", *(fault.what for fault in faults if fault.path), "(this CPU has no AVX-512)")
-        faults = [fault for fault in faults if not fault.path]
-    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    not_tried = [fault.what for fault in faults if fault.path and torch.backends.cpu.get_cpu_capability() != "AVX512"]
+    faults = [fault for fault in faults if fault.what not in not_tried]
+    if not_tried:
+        print("not tried, as this CPU has no AVX-512:", *not_tried)
     faults.sort(key=is_native)  # those that take a build come last
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.run(describe, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
     caught: dict[str, str] = {}
     if args.log and Path(args.log).exists():
@@ -376,7 +377,13 @@ def main() -> int:
     broken = [fault.what for fault in faults if fault.what not in caught]
     print(f"{len(faults) - len(survivors) - len(broken)} of {len(faults)} caught")
     if args.out and not args.only and not broken:
-        line = {"commit": commit, "what": "mutants", "faults": len(faults), "survivors": survivors}
+        line = {
+            "commit": commit,
+            "what": "mutants",
+            "faults": len(faults),
+            "survivors": survivors,
+            "not_tried": not_tried,
+        }
         with open(args.out, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     return 2 if broken else 1 if survivors else 0

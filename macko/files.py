@@ -529,10 +529,13 @@ def check_whole(model: nn.Module, missing: set[str], unexpected: set[str], where
         hint = f"; they have {like}: save the model without what wraps it" if like else ""
         hint = hint or (f"; they have {unused[0]}, which it has not" if unused else "")
         raise ValueError(f"{os.fspath(where)}: its files lack {first}{others}{hint}")
-    held = {*names, *(join(name, "weight") for name, module in model.named_modules() if isinstance(module, nn.Linear))}
+    weights = {
+        *names,
+        *(join(name, "weight") for name, module in model.named_modules() if isinstance(module, nn.Linear)),
+    }
     for name in unused:
         weight, scale, _ = name.partition("_scale")
-        if scale and weight in held:
+        if scale and weight in weights:
             raise ValueError(f"{os.fspath(where)}: {weight} is quantised: its files have {name}, which nobody applies")
 
 

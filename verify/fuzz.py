@@ -256,7 +256,7 @@ TYPES = {
 
 
 def file_bytes(choose: random.Random, tensors: Tensors, metadata: dict[str, str], lies: bool) -> bytes:
-    """A safetensors file, whose header lies about what is behind it where that is asked for.
+    """A safetensors file, whose header lies about what is after it where that is asked for.
 
     Else it is as safetensors writes it: wide elements first, behind a header of whole words. So tensors begin where
     their types may, and what looks at content is reached.
@@ -569,7 +569,7 @@ def run_convert(choose: random.Random, folder: Path, made: Callable[[int], None]
         code = command(["convert", str(source), str(target), "--device", "cpu"])
     left = {path.name for path in folder.iterdir()}
     if code:
-        line = said.getvalue().splitlines()[-1]  # behind a bar of transformers'
+        line = said.getvalue().splitlines()[-1]  # after a bar of transformers'
         assert left == {"in"}, f"{left} after {line}"
         assert line.startswith("macko convert: "), line
         assert not re.search("memory|MemoryError", line), line

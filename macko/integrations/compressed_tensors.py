@@ -81,14 +81,14 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
         return False
     for group in groups:
         weights = _object(_object(groups, group), "weights")
-        for key, known in (
+        for key, expected in (
             ("num_bits", (8,)),
             ("type", ("int", "float")),
             ("strategy", ("channel", "tensor")),
             ("symmetric", (True,)),
         ):
-            if weights.get(key) not in known:
-                raise ValueError(f"config_groups has weights of {key} {weights.get(key)!r}, macko holds {known}")
+            if weights.get(key) not in expected:
+                raise ValueError(f"config_groups has weights of {key} {weights.get(key)!r}, macko holds {expected}")
     return True
 
 
@@ -106,15 +106,15 @@ def has_four_bits(config: Mapping[str, Any]) -> bool:
     if (form := about.get("format")) != "pack-quantized":
         raise ValueError(f"quantization_config has 4 bits a weight in the format {form!r}, macko reads pack-quantized")
     for weights in kinds:
-        for key, known in (
+        for key, expected in (
             ("num_bits", (4,)),
             ("type", ("int",)),
             ("strategy", ("channel", "group")),
             ("symmetric", (True, False)),
             ("actorder", (None, "weight")),
         ):
-            if weights.get(key) not in known:
-                raise ValueError(f"config_groups has weights of {key} {weights.get(key)!r}, macko reads {known}")
+            if weights.get(key) not in expected:
+                raise ValueError(f"config_groups has weights of {key} {weights.get(key)!r}, macko reads {expected}")
     return True
 
 
@@ -320,7 +320,7 @@ def _shape(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> list[int]:
 
 
 def _panels(step: int, shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Iterator[Tensor]:
-    """The dense weight, `step` rows at a time; ValueError, if only behind the last ones, as of decode."""
+    """The dense weight, `step` rows at a time; ValueError, if only after the last ones, as of decode."""
     *rows, cols = _shape(shape, bitmask, compressed)
     bits_of = torch.uint8 if compressed.element_size() == 1 else compressed.dtype  # fp8 cannot be indexed
     values, done = compressed.flatten().view(bits_of), 0

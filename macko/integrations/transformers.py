@@ -526,7 +526,7 @@ class _Loading(SparseLinear):
 def renamer(model: Any, to_files: bool = False) -> Callable[[str], str]:
     """Makes of a layer's name in files the model's own, or the other way round, by what transformers renames."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    renamings: list[Any] = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     if to_files:
         renamings = [entry.reverse_transform() for entry in renamings[::-1]]
 

@@ -117,7 +117,7 @@ def inputs(name: str) -> tuple[Tensor, dict[str, Any]]:
 
     if name == "FLUX.1-dev":
         places = torch.cartesian_prod(torch.zeros(1), torch.arange(float(SIDE)), torch.arange(float(SIDE))).cuda()
-        others = {
+        others: dict[str, Any] = {
             "encoder_hidden_states": random(1, TEXT, 4096), "pooled_projections": random(1, 768),
             "img_ids": places, "txt_ids": torch.zeros(TEXT, 3, device="cuda"),
             "guidance": torch.full((1,), 3.5, device="cuda"),

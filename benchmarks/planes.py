@@ -43,6 +43,9 @@ from macko.weights import Planes12Weight
 
 ROWS, COLS = 11008, 4096
 BYTES_7B = 13.48e9
+#: Rows and columns of the linear layers of a 7B's block.
+BLOCK_7B = dict.fromkeys((f"self_attn.{name}_proj" for name in "qkvo"), (4096, 4096))
+BLOCK_7B |= {"mlp.gate_proj": (11008, 4096), "mlp.up_proj": (11008, 4096), "mlp.down_proj": (4096, 11008)}
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
@@ -87,11 +90,11 @@ def time_loading(out: Path, folder: Path, blocks: int, rounds: int) -> None:
                 with torch.device("meta"):
                     model = blocks_7b(blocks)
                 begun = time.perf_counter()
-                model = macko.load_model(model, file, device="cuda")
+                loaded = macko.load_model(model, file, device="cuda")
                 torch.cuda.synchronize()
                 seconds[name].append(time.perf_counter() - begun)
                 peak[name] = torch.cuda.max_memory_allocated() / 1e9
-                del model
+                del model, loaded
         for name, file in files.items():
             best = statistics.median(seconds[name][1:])
             about = {"step": f"load {name}", "dtype": "bfloat16", "blocks": blocks, "peak_gb": peak[name]}
@@ -104,12 +107,9 @@ def write_7b(folder: Path) -> None:
     from transformers import LlamaConfig
 
     LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(folder)
-    names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
-    names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    with torch.device("meta"):
-        shapes = [layer.weight.shape for layer in blocks_7b(1)]
-    weights = {name: trained(*shape) for name, shape in zip(names, shapes, strict=True)}
-    norm, places = torch.ones(4096, dtype=torch.bfloat16), {}
+    weights = {name: trained(rows, cols) for name, (rows, cols) in BLOCK_7B.items()}
+    norm = torch.ones(4096, dtype=torch.bfloat16)
+    places: dict[str, str] = {}
     for block in range(32):
         layer = f"model.layers.{block}."
         tensors = {f"{layer}{name}.weight": weight for name, weight in weights.items()}
@@ -142,8 +142,10 @@ def time_converting(out: Path, folder: Path) -> None:
         for step, work in (
             ("read", read),
             ("convert --format dense12", lambda: pack_folder(source, packed, ())),
-            ("convert --to dense", lambda: (shutil.rmtree(source), unpack_folder(packed, again))),
+            ("convert --to dense", lambda: unpack_folder(packed, again)),
         ):
+            if step.endswith("dense"):
+                shutil.rmtree(source)
             before, begun = os.times(), time.monotonic()
             work()
             after = os.times()

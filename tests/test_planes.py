@@ -18,7 +18,7 @@ from macko import SparseLinear, _library
 from macko.choose.options import Options
 from macko.cli import main
 from macko.integrations.stacked import Share, Stack
-from macko.weights import FORMATS, SAVED, Planes12Weight, saved_as
+from macko.weights import FORMATS, SAVED, Dense12Weight, Planes12Weight, saved_as
 from tests.common import assert_same_bits
 from tests.reference import planes12_to_dense
 
@@ -82,7 +82,7 @@ def test_a_gpu_reads_the_same_bits(dtype: torch.dtype) -> None:
     shapes = ((0, 5), (5, 0), (1, 1), (3, 31), (7, 32), (7, 33), (64, 256), (65, 2120), (5, 2113))
     for w in (*(trained(*shape, dtype, 2.0) for shape in shapes), every.view(256, 256), every.view(1, -1)):
         packed = Planes12Weight.from_dense(w)
-        there = packed.to("cuda")
+        there: Any = packed.to("cuda")
         there.validate()
         assert_same_bits(there.to_dense().cpu(), w)
         if w.numel() > 1 << 10:
@@ -90,7 +90,7 @@ def test_a_gpu_reads_the_same_bits(dtype: torch.dtype) -> None:
             assert_same_bits(there.replace(low=low.copy_(there.low)).to_dense().cpu(), w)
     w = trained(300, 520, dtype)
     made = Planes12Weight.from_dense(w).materialized(torch.device("cuda"))
-    assert_same_bits(made.data.cpu(), FORMATS["dense12"].from_dense(w).data)
+    assert_same_bits(made.data.cpu(), Dense12Weight.from_dense(w).data)
 
 
 def test_vector_and_scalar_write_the_same_bytes() -> None:

@@ -133,8 +133,8 @@ def run(w: Tensor, kind: type[PackedWeight], device: torch.device, folder: Path 
         return None
     if refused:
         raise AssertionError(f"it lists {total} and should be refused")
-    if kind is not TileWeight and packed.listed != total:
-        raise AssertionError(f"it says that it lists {packed.listed}, but {total} are")
+    if getattr(packed, "listed", total) != total:
+        raise AssertionError(f"it says that it lists {packed.listed}, but {total} are")  # type: ignore[attr-defined]
     packed.validate()
     same(kind, packed.to_dense(), w, "unpacking")
     back = packed.to_macko()

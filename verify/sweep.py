@@ -353,7 +353,7 @@ def joined(model: Any) -> str:
     """Whether transformers would have joined packed layers as it saves the model."""
     from macko.integrations import saving
 
-    return ", own names" if saving._own_names(model, saving._packed(model, None)[0]) is not None else ""
+    return ", own names" if saving._own_names(model, saving.packed_with_empty(model, None)[0]) is not None else ""
 
 
 def ran_right(model: Any, loaded: Any, twin: dict[str, torch.Tensor]) -> str:

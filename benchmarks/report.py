@@ -235,10 +235,12 @@ LOADING = Table(
     none="-",
 )
 TRANSFORMERS = Table(
-    " | GB a GPU | peak of loading, GB | loading, s | @ seq., ms",
-    "{folder}, {gpus} | {0 held_gb:.2f} | {0 peak_gb:.2f} | {0 s:.2f} | {@ step_ms:.2f}[ ({@ faster:.2f}x)]",
-    none="-",
+    " | GB a GPU | loading, s" + "".join(f" | {n} seq., ms" for n in (1, 8, 32)),
+    "{folder}, {gpus} | {0 held_gb:.2f} | {0 s:.2f}"
+    + "".join(f" | {{{n} step_ms:.2f}}[ ({{{n} faster:.2f}}x)]" for n in (1, 8, 32)),
+    needs="1 step_ms",
 )
+LOADED = {f"{what} {model}" for what in ("save", "load") for model in ("dense", "sparse", "dense and convert")}
 USUAL = {"mask": "uniform", "dtype": "float16"}
 SLIDE_MODELS = [(model, n) for model in ("qwen2.5-7b", "llama-2-7b") for n in (2048, 8192)]
 #: By NAME: where the lines come from, and what is made of them; NO_LINES where there are none.
@@ -359,10 +361,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{batch} | {model} | {ms:.2f} | {gain:.2f}x | {peak_gb:.1f}"),
     ),
     "models": (
-        lambda: read(H200 / "models.jsonl", "step"),
+        lambda: read(H200 / "models.jsonl", "step", step=LOADED),
         lambda lines: WHERE(lines) + "\n\n" + Table(
-            "step | seconds | peak GPU memory, GB | held after it, GB | written, GB",
-            "{step}[, {tokens} tokens] | {seconds:.2f} | {peak_gb:.2f} | {held_gb:.2f} | {gb:.2f}")(lines),
+            "step | seconds | peak GPU memory, GB | written, GB",
+            "{step} | {seconds:.2f} | {peak_gb:.2f} | {gb:.2f}")(lines),
     ),
     "sanitizers": (
         records.sanitized,
@@ -406,9 +408,9 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table("tokens/s | @ request(s)", "{way} | {@ tokens_per_s:.0f}[ ({@ faster:.2f}x)]", none="-"),
     ),
     "engines shards": (
-        records.shards,
-        Table("rows x cols | layout | of dense bytes | @ token(s)",
-              "{rows} x {cols} | {kernel} | {1 share:.2f} | {@ gain:.2f}x", none="-"),
+        lambda: [line for line in records.shards() if line["kernel"] == "tile"],
+        Table("rows x cols | of dense bytes" + "".join(f" | {n}" for n in ("1 token", 8, 16, 32, 64)),
+              "{rows} x {cols} | {1 share:.2f}" + "".join(f" | {{{n} gain:.2f}}x" for n in (1, 8, 16, 32, 64))),
     ),
     "slide where": (records.slide, WHERE),
     "slide int8": (lambda: records.slide_gains("int8"), SLIDE),

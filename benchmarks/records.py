@@ -15,10 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import EIGHT
-from macko.choose.times import held_bytes
 from macko.measure.rivals import RIVALS as RIVAL_LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -520,6 +517,19 @@ def ec_packing() -> Lines:
     return wide(ranked(lines, variant=EC_VARIANTS), "{variant}", "{what}")
 
 
+def ec_padding() -> Lines:
+    """Zeros that the paper's layout stores, over the non-zeros, by mask and sparsity."""
+    titles = {
+        ("uniform", 4096): "uniform, 4096 x 4096",
+        ("uneven_rows", 2048): "as SparseGPT makes it, 2048 x 8192",
+        ("MiniLM output.dense", 384): "MiniLM's, by magnitude, 384 x 1536",
+    }
+    lines = [x for x in formats() if "paper" in x["format"] and (x["mask"], x["rows"]) in titles and x["density"] < 0.4]
+    for line in lines:
+        line |= {"title": titles[line["mask"], line["rows"]], "padding": line["stored"] / line["nonzeros"] - 1}
+    return ranked(wide(lines, "{title}", "{format} {density}"), title=titles.values())
+
+
 def formats(**only: Any) -> Lines:
     """Bytes of benchmarks.formats."""
     key = ("mask", "rows", "cols", "density", "format")
@@ -541,10 +551,6 @@ def cpu(name: str, /, *key: str, **only: Any) -> Lines:
     for line in lines:
         line["torch_ms"] = min(line["torch_linear_ms"], line["torch_mv_ms"])
         line |= {"gain": line["torch_ms"] / line["ms"], "zeros": 1 - line["density"]}
-        line |= {
-            "ns": 1e6 * line["ms"] / line["rows"] / line["cols"],
-            "from": "the cache" if line.get("warm") else "memory",
-        }
     return lines
 
 
@@ -571,29 +577,14 @@ def cpu_ran() -> Lines:
     return [line for clock in ("cpu", "wall") for line in read(CPU / "kernels.jsonl", "dtype", clock=clock, **run)]
 
 
-def cpu_times() -> Lines:
-    """Dense time over the bitmap's, of each vector path; and what each side reads, over what the CPU can read."""
+def cpu_gains() -> Lines:
+    """Dense time over the bitmap's at half zeros, of each vector path, by tokens."""
     lines = []
     for path in ("avx512", "avx2"):
         table = json.loads((TIMES / f"cpu_{path}.json").read_text())
-        for line in (x for x in table["linear"] if x["rows"] * x["cols"] >= 1 << 22):
-            height, width, size = line["rows"], line["cols"], getattr(torch, line["dtype"]).itemsize
-            us, reads = line["us"], table["bandwidth_gbps"]
-            for name in ("dense", "bitmap"):
-                gbps = held_bytes(name, height, width, line["density"], size) / us[name] / 1e3
-                line[name] = f"{gbps:.0f} GB/s ({gbps / reads:.0%})"
-            line |= {"path": path, "reads": reads, "gain": us["dense"] / us["bitmap"]}
-            line["full"] = height * width * size / reads / 1e3 / us["bitmap"]
-            lines.append(line)
-    return lines
-
-
-def cpu_gains() -> Lines:
-    lines = [
-        {**x, "text": f"{x['rows']}, {x['cols']}"} for x in cpu_times() if x["density"] == 0.5 or x["rows"] == 4096
-    ]
-    lines = ranked(lines, "dtype", "text", "density", path=("avx512", "avx2"))
-    return wide(lines, "{path} {dtype} {rows} x {cols} {density}", "{tokens}")
+        for line in (x for x in table["linear"] if x["rows"] * x["cols"] >= 1 << 22 and x["density"] == 0.5):
+            lines.append({**line, "path": path, "gain": line["us"]["dense"] / line["us"]["bitmap"]})
+    return wide(ranked(lines, "dtype", path=("avx512", "avx2")), "{path} {dtype}", "{tokens}")
 
 
 # What pruning and rounding cost: benchmarks.quality.

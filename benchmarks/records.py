@@ -587,6 +587,22 @@ def cpu_gains() -> Lines:
     return wide(ranked(lines, "dtype", path=("avx512", "avx2")), "{path} {dtype}", "{tokens}")
 
 
+def claims() -> Lines:
+    """One line of what README says besides its table."""
+    kernels = {"sell", "dense_linear", "dense_mv"}
+    token = [x for x in spmv(density=0.5, mask="uniform", dtype="float16", kernel=kernels) if x["kernel"] == "sell"]
+    gains = [line["gain"] for line in token]
+    by = wide(engines(H200, what="decode", compiled=True), "{batch}", "{side}")
+    faster = [x["batch"] for x in by if x.get("macko, bfloat16 gain", 0) > x.get("fp8 W8A8, bfloat16 gain", 9)]
+    one = one_core(8192, path="avx512", dtype="bfloat16", density=0.5, format="bitmap")
+    return [
+        {
+            "paper": geomean(gains), "shapes": len(gains), "least": min(gains), "sequences": max(faster),
+            "lossless": next(x["gain"] for x in lossless() if x["model"] == "dense12"), "cpu": one[-1]["gain"],
+        }
+    ]  # fmt: skip
+
+
 # What pruning and rounding cost: benchmarks.quality.
 
 BLOCK = "sparsegpt, fitted by block"

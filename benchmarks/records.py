@@ -10,7 +10,6 @@ import csv
 import json
 import math
 import re
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -241,13 +240,7 @@ def experts() -> Lines:
 
 def load(name: str = "load") -> Lines:
     """The better dense is the faster one of the matrix before it was pruned and after."""
-    lines = read(H100 / f"{name}.jsonl", "dtype", "tokens", "kernel", "rows", "cols")
-    clocks: dict[Any, list[int]] = {}
-    for line in lines:
-        clocks.setdefault((line["dtype"], line["tokens"], line["kernel"]), []).extend(line["clock_mhz"])
-    for line in lines:
-        line["mhz"] = statistics.mean(clocks[line["dtype"], line["tokens"], line["kernel"]])
-    return lines
+    return read(H100 / f"{name}.jsonl", "dtype", "tokens", "kernel", "rows", "cols")
 
 
 def load_tokens(name: str = "load") -> Lines:
@@ -389,14 +382,16 @@ def engines(folder: Path, **only: Any) -> Lines:
     """Over dense of the same dtype and run, as hosts differ."""
     lines = [x for x in vllm(folder, **{"ranks": 1, "compiled": False, **only}) if x["ms"]]
     lines = [x for x in lines if x["random"] or x["ranks"] > 1]
-    return against(lines, {"model": "dense"}, "dtype", "batch", "prompt_tokens", "commit")
+    return against(lines, {"model": "dense"}, "what", "dtype", "batch", "prompt_tokens", "commit")
 
 
-def engines_wide(folder: Path, what: str, hidden: int = 4096, **only: Any) -> Lines:
-    """A row a side, in the order of tables: float16 first."""
-    lines = ranked(engines(folder, what=what, hidden=hidden, **only), model=ENGINE_SIDES)
+def engines_wide(folder: Path, hidden: int = 4096, **only: Any) -> Lines:
+    """A row a side, in the order of tables, float16 first: decoding by sequences, and a prompt by its tokens."""
+    lines = ranked(engines(folder, what={"decode", "prefill"}, hidden=hidden, **only), model=ENGINE_SIDES)
     lines.sort(key=lambda line: line["dtype"] != "float16")
-    return wide(lines, "{side}", "{batch}" if what == "decode" else "{prompt_tokens}")
+    for line in lines:
+        line["run"] = f"{line['batch']} seq" if line["what"] == "decode" else f"prompt of {line['prompt_tokens']}"
+    return wide(lines, "{side}", "{run}")
 
 
 def loading(folder: Path, **only: Any) -> Lines:

@@ -90,11 +90,10 @@ WHERE = paragraph("{gpu}, driver {driver}, torch {torch}, commit {commits}, memo
 
 
 def load_table(*names: str) -> Table:
-    every = (*names, "dense")
-    head = [" | tokens", *names, f"SM clock, MHz: {' / '.join(every)}", "shapes"]
-    clocks = " / ".join(f"[{{{name} mhz:.0f}}]" for name in every)
-    row = ["{dtype} | {tokens}", *(f"{{{name} mean}}" for name in names), clocks, "{dense n}"]
-    return Table(" | ".join(head), " | ".join(row))
+    head = [" | tokens", *names, "shapes"]
+    return Table(
+        " | ".join(head), " | ".join(["{dtype} | {tokens}", *(f"{{{name} mean}}" for name in names), "{dense n}"])
+    )
 
 
 def load_spread(lines: Lines) -> str:
@@ -239,11 +238,20 @@ SPARSE11 = Table(
     "| {sparse11 70% mean} | {tile 70% mean} | {sparse11 50% n}",
     needs="sparse11 50% n",
 )
-ENGINES, PREFILL, ENGINES_TWO, PREFILL_TWO = (
-    Table(f"ms | {gb} | {name}", "{side} | {peak_gb:.2f} | {@ ms:.2f}[ ({@ faster:.2f}x)]", none="-")
-    for gb in ("GB", "GB a GPU")
-    for name in ("@ seq.", "prompt of @")
+#: Runs of an engine that are told, on one GPU and on two.
+ENGINES, ENGINES_TWO = (
+    Table(
+        " | ".join((f"ms | {gb}", *runs)),
+        " | ".join(("{side} | {peak_gb:.2f}", *(f"{{{run} ms:.2f}}[ ({{{run} faster:.2f}}x)]" for run in runs))),
+        none="-",
+    )
+    for gb, runs in (
+        ("GB", ("1 seq", "8 seq", "16 seq", "32 seq", "64 seq", "prompt of 2048")),
+        ("GB a GPU", ("1 seq", "8 seq", "32 seq", "prompt of 128")),
+    )
 )
+#: Of those in float16 these; in bfloat16 all.
+ENGINE_ROWS = {"dense", "macko", "macko, float16 that was bfloat16", "int4, groups of 128"}
 LOADING = Table(
     "model | GPUs | side | weights, s | over dense | weights, GB a GPU",
     "{of} | {ranks} | {model}, from a {from} folder | {weights_s:.2f} | {share:.2f}x | {peak_gb:.2f}",
@@ -256,6 +264,7 @@ TRANSFORMERS = Table(
     needs="1 step_ms",
 )
 LOADED = {f"{what} {model}" for what in ("save", "load") for model in ("dense", "sparse", "dense and convert")}
+LEFT_RIVALS = {"tile", "tile_alone", "sparse8_fp8_alone", "fp8_rows"}
 USUAL = {"mask": "uniform", "dtype": "float16"}
 SLIDE_MODELS = [(model, n) for model in ("qwen2.5-7b", "llama-2-7b") for n in (2048, 8192)]
 #: By NAME: where the lines come from, and what is made of them; NO_LINES where there are none.
@@ -264,21 +273,21 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "spmv eight": (
         lambda: wide(ranked(records.spmv(density=0.5, **USUAL), matrix=EIGHT), "{rows} x {cols}", "{kernel}"),
         Table(
-            "rows x cols | dense us | sell us | of floor | chained us | of floor | floor us | B a value | gap bits",
+            "rows x cols | dense us | sell us | of floor | chained us | of floor",
             "{rows} x {cols} | {sell dense_median_us:.2f} | {sell median_us:.2f} ({sell gain:.2f}x) | {sell share:.2f} "
-            "| {sell_chain median_us:.2f} ({sell_chain gain:.2f}x) | {sell_chain share:.2f} | {sell floor_us:.2f} "
-            "| {sell value_bytes:.3f} | {sell gap_bits}",
+            "| {sell_chain median_us:.2f} ({sell_chain gain:.2f}x) | {sell_chain share:.2f}",
             foot=[(geomean, "geometric mean | | **{sell gain:.2f}x** | {sell share:.2f} | **{sell_chain gain:.2f}x** "
-                            "| {sell_chain share:.2f} | | | ")],
+                            "| {sell_chain share:.2f}")],
         ),
     ),
     "spmm tokens": (
-        lambda: [x for x in records.tokens_of(records.eight_shapes()) if x.get("tile 50% n") in (4, 8)],
+        lambda: [
+            x for x in records.tokens_of(records.eight_shapes())
+            if x.get("tile 50% n") in (4, 8) and x["tokens"] not in (2, 192, 320, 768)
+        ],
         Table(
-            "tokens | tile | tile, launched alone | sell | dense, of the pruned matrix | tile, density 0.3 "
-            "| sell, density 0.3 | shapes",
-            "{tokens} | {tile 50% mean} | {tile_alone 50% mean} | {sell 50% mean} | {zeros 50% mean} | {tile 30% mean} "
-            "| {sell 30% mean} | {tile 50% n}",
+            "tokens | tile | tile, launched alone | sell | dense, of the pruned matrix | shapes",
+            "{tokens} | {tile 50% mean} | {tile_alone 50% mean} | {sell 50% mean} | {zeros 50% mean} | {tile 50% n}",
         ),
     ),
     "sparse11 products": (lambda: records.tokens_of(records.products("bfloat16", mask="magnitude")), SPARSE11),
@@ -321,7 +330,7 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{tokens} | {dense12 100% mean} | {dense12_alone 100% mean} | {dense12 100% n}", needs="dense12 100% n"),
     ),
     "rivals": (
-        records.rivals,
+        lambda: [row for row in records.rivals() if row["kernel"] not in LEFT_RIVALS],
         Table(" | bytes a weight | result is off by | @ token(s)", "{label} | {size:.2f} | {off:.1%} | {@ mean}"),
     ),
     "rivals plot": (records.rivals, image("rivals", "speed-up of exact and of rounded weights by tokens")),
@@ -396,7 +405,12 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
                      "| **{bfloat16 peak_gb:.1f} GB** | **{float16 peak_gb:.1f} GB**")]),
     ),
     "claims": (records.claims, lambda lines: CLAIMS.format_map(lines[0])),
-    "bench summary": (records.bench_pairs, BENCH_SUMMARY),
+    "bench summary": (
+        lambda: [
+            x for x in records.bench_pairs() if x["what"] == "decode" or (x["size"] != 512 and not x.get("values"))
+        ],
+        BENCH_SUMMARY,
+    ),
     "bench max": (lambda: records.bench_pairs("max", what="decode"), BENCH_SUMMARY),
     "bench where": (lambda: records.bench(compile="default"), BRIEFLY),
     "bench logits": (
@@ -406,17 +420,18 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     ),
     "engines where": (lambda: records.vllm(H200), engines_where),
     "engines plot": (lambda: records.vllm(H200), image("engines", "speed over dense by sequences at once")),
-    "engines decode": (lambda: records.engines_wide(H200, "decode"), ENGINES),
-    "engines decode compiled": (lambda: records.engines_wide(H200, "decode", compiled=True), ENGINES),
-    "engines prefill": (lambda: records.engines_wide(H200, "prefill"), PREFILL),
-    "engines prefill compiled": (lambda: records.engines_wide(H200, "prefill", compiled=True), PREFILL),
-    "engines loading": (lambda: records.loading(H200, ranks=1), LOADING),
+    "engines": (
+        lambda: [
+            row for row in records.engines_wide(H200, compiled=True)
+            if row["side"] in ENGINE_ROWS or row["dtype"] != "float16"
+        ],
+        ENGINES,
+    ),
+    "engines not compiled": (lambda: records.engines_wide(H200), ENGINES),
     "engines two where": (lambda: records.vllm(H100), engines_where),
-    "engines two": (lambda: records.engines_wide(H100, "decode", ranks=2), ENGINES_TWO),
-    "engines two prefill": (lambda: records.engines_wide(H100, "prefill", ranks=2), PREFILL_TWO),
-    "engines two 70b": (lambda: records.engines_wide(H100, "decode", ranks=2, hidden=8192), ENGINES_TWO),
-    "engines two 70b prefill": (lambda: records.engines_wide(H100, "prefill", ranks=2, hidden=8192), PREFILL_TWO),
-    "engines two loading": (lambda: records.loading(H100), LOADING),
+    "engines two": (lambda: records.engines_wide(H100, ranks=2), ENGINES_TWO),
+    "engines two 70b": (lambda: records.engines_wide(H100, ranks=2, hidden=8192), ENGINES_TWO),
+    "engines loading": (lambda: records.loading(H200, ranks=1) + records.loading(H100), LOADING),
     "engines transformers": (lambda: records.transformers(4096), TRANSFORMERS),
     "engines transformers 70b": (lambda: records.transformers(8192), TRANSFORMERS),
     "engines continuous": (

@@ -306,6 +306,18 @@ def headline() -> Lines:
     return wide(lines, "{title}", "{dtype}")
 
 
+def sparsity() -> Lines:
+    """By sparsity: a token of generate() as one waits for it, and as long as it keeps the GPU busy."""
+    path = H100 / "sparsity.jsonl"
+    busy = {(line["model"], line["sparsity"]): line["us"] / 1e3 for line in read(path, kernel="busy")}
+    lines = read(path, "model", "sparsity", what="decode", ms=...)
+    for line in lines:
+        zeros = f"{line['sparsity']:.0%} zero" if line["sparsity"] else line["model"]
+        line |= {"title": zeros, "busy_ms": busy[line["model"], line["sparsity"]], "speed": 1e3 / line["ms"]}
+    lines = against(ranked(lines, "sparsity"), {"model": "dense"}, "batch")
+    return [{**line, "busy_gain": line["dense_busy_ms"] / line["busy_ms"]} for line in lines]
+
+
 def logits() -> Lines:
     lines = bench(what="logits", compile="default")
     for line in lines:

@@ -414,6 +414,12 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         ],
         BENCH_SUMMARY,
     ),
+    "sparsity where": (records.sparsity, BRIEFLY),
+    "sparsity": (
+        records.sparsity,
+        Table("weights | peak GB | tokens a second | ms a token | of it the GPU, ms",
+              "{title} | {peak_gb:.1f} | {speed:.0f} | {ms:.2f} ({gain:.2f}x) | {busy_ms:.2f} ({busy_gain:.2f}x)"),
+    ),
     "bench max": (lambda: records.bench_pairs("max", what="decode"), BENCH_SUMMARY),
     "bench where": (lambda: records.bench(compile="default"), BRIEFLY),
     "bench logits": (

@@ -404,7 +404,7 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "headline": (
         records.headline,
         Table("speed over dense | bfloat16 | float16", "{title} | {bfloat16 bold} | {float16 bold}",
-              foot=[(lambda values: values[0], "memory, of {bfloat16 dense_peak_gb:.1f} GB "
+              foot=[(lambda values: values[0], "memory, dense {bfloat16 dense_peak_gb:.1f} GB "
                      "| **{bfloat16 peak_gb:.1f} GB** | **{float16 peak_gb:.1f} GB**")]),
     ),
     "claims": (records.claims, lambda lines: CLAIMS.format_map(lines[0])),

@@ -37,13 +37,13 @@ ON_GPU = torch.cuda.is_available()
 
 def made(source: str, more: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The model of random weights that random: names, dense, pruned to half by magnitude, and then sparse."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = runs.random_config(source, architectures=["LlamaForCausalLM"])
+    config = runs.random_config(source)
     config.update(more)
     torch.manual_seed(0)
     with torch.device("cuda" if ON_GPU else "cpu"):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.float16 if ON_GPU else torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float16 if ON_GPU else torch.bfloat16).eval()
     macko.prune_(model, 0.5)
     yield "dense", model
     macko.sparsify_(model, tokens=8)

@@ -1,14 +1,22 @@
-"""dense12 as files hold it, on one CPU core: python -m benchmarks.planes OUT.jsonl
+"""dense12 as files hold it, on one CPU core, or read onto a GPU.
+
+    python -m benchmarks.planes OUT.jsonl
+    python -m benchmarks.planes OUT.jsonl --load /tmp --blocks 4,32
 
 A bfloat16 matrix of a 7B's shape, scales by row and column, to planes and to dense again, in memory that is there: so
 glibc is told to keep it, or every call would pay a page fault for 4 KB. CPU time of this process, the best of several
 rounds, in GB of bfloat16 a second; and the seconds that a 7B's linear layers take by that.
+
+With --load: seconds of macko.load_model, of a model of so many of a 7B's blocks with random weights on the meta device,
+onto the GPU: of its dense file and of its packed one, in turns, both in the page cache and mapped anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import statistics
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -16,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+import macko
 from benchmarks.cpu import machine
-from benchmarks.timing import append_jsonl
+from benchmarks.timing import append_jsonl, provenance
 from macko import _library
 from macko.weights import Planes12Weight
 
@@ -36,11 +46,55 @@ def gbps(work: Callable[[], Any], size: int, rounds: int) -> float:
     return size / best / 1e9
 
 
+def blocks_7b(count: int) -> nn.Sequential:
+    """The linear layers of so many of a 7B's blocks, 0.4 GB each."""
+    shapes = [(4096, 4096)] * 4 + [(4096, 11008)] * 2 + [(11008, 4096)]
+    return nn.Sequential(
+        *(nn.Linear(*shape, bias=False, dtype=torch.bfloat16) for _ in range(count) for shape in shapes)
+    )
+
+
+def time_loading(out: Path, folder: Path, blocks: int, rounds: int) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        with torch.device("cuda"):
+            model = blocks_7b(blocks)
+        files = {name: Path(place) / f"{name}.safetensors" for name in ("dense", "packed")}
+        macko.save_model(model, files["dense"])
+        macko.compress_(model, progress=False)
+        macko.save_model(model, files["packed"])
+        del model
+        seconds: dict[str, list[float]] = {name: [] for name in files}
+        peak: dict[str, float] = {}
+        for _ in range(rounds + 1):  # the first reads kernels, too
+            for name, file in files.items():
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+                with torch.device("meta"):
+                    model = blocks_7b(blocks)
+                begun = time.perf_counter()
+                model = macko.load_model(model, file, device="cuda")
+                torch.cuda.synchronize()
+                seconds[name].append(time.perf_counter() - begun)
+                peak[name] = torch.cuda.max_memory_allocated() / 1e9
+                del model
+        for name, file in files.items():
+            best = statistics.median(seconds[name][1:])
+            about = {"step": f"load {name}", "dtype": "bfloat16", "blocks": blocks, "peak_gb": peak[name]}
+            append_jsonl(out, **provenance(), **about, file_bytes=file.stat().st_size, s=best, all_s=seconds[name])
+            print(f"{blocks} blocks, {name}: {best:.3f} s of {file.stat().st_size / 1e9:.2f} GB, {seconds[name]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--load", type=Path, help="a folder for files that are read onto the GPU")
+    parser.add_argument("--blocks", default="4,32", help="comma separated")
     options = parser.parse_args()
+    if options.load is not None:
+        for blocks in map(int, options.blocks.split(",")):
+            time_loading(options.out, options.load, blocks, options.rounds)
+        return
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

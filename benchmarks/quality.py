@@ -50,6 +50,11 @@ SIZES: dict[str, dict[str, Any]] = {
                    "num_attention_heads": 8, "num_key_value_heads": 8},
         "length": 512, "batch": 64, "lr": 2e-3, "megabytes": 160,
     },
+    "40m": {  # columns that all of slide's patterns divide
+        "config": {"vocab_size": 8192, "hidden_size": 480, "intermediate_size": 1440, "num_hidden_layers": 12,
+                   "num_attention_heads": 8, "num_key_value_heads": 8},
+        "length": 512, "batch": 64, "lr": 2e-3, "megabytes": 160,
+    },
     "1m": {
         "config": {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
                    "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -395,6 +400,14 @@ class Judge:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--only", default="", help="a regular expression of names, as they are printed")
+    parser.add_argument("--part", default="0/1", help="i/n: of the variants only every n-th, from i on")
+    return parser.parse_args()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What says the model, its data and how it is judged."""
     parser.add_argument("out", metavar="OUT", type=Path, help="folder for the lines and the model")
     parser.add_argument("--size", choices=[*SIZES, "minilm"], default="44m")
     parser.add_argument("--train-seconds", type=float, default=200)
@@ -405,9 +418,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--lr", type=float, default=Recipe.lr)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default="", help="a regular expression of names, as they are printed")
-    parser.add_argument("--part", default="0/1", help="i/n: of the variants only every n-th, from i on")
-    return parser.parse_args()
 
 
 def llama(args: argparse.Namespace, device: torch.device, say: Any) -> tuple[Any, list[Any], list[Any], dict[str, Any]]:

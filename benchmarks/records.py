@@ -235,6 +235,13 @@ def experts() -> Lines:
     )
 
 
+def one_gpu() -> Lines:
+    """A model that a GPU holds in 12 bits only; bytes in GB."""
+    sizes = ("bytes", "peak_bytes", "dense_bytes")
+    lines = read(H100 / "one_gpu.jsonl")
+    return [line | {name.replace("bytes", "gb"): line[name] / 1e9 for name in sizes} for line in lines]
+
+
 # Under load: benchmarks.load.
 
 
@@ -448,6 +455,8 @@ def shards() -> Lines:
 
 # Quantised and structured-sparse linears: benchmarks.slide.
 
+#: Of both types' table: mode and tokens.
+SLIDE_ROWS = [*(("burst", n) for n in (1, 16, 64, 256, 1024)), *(("sustained", n) for n in (2048, 4096, 16384))]
 SLIDE_SIDES = ("dense / 2:4", "dense / 4:6", "dense / 6:8", "torch / dense", "torch / 2:4", "bf16 / 2:4")
 
 
@@ -471,14 +480,37 @@ def slide_pairs(type: str) -> Lines:
     return ranked(pairs, "mode", "tokens")
 
 
-def slide_gains(type: str) -> Lines:
-    return wide(slide_pairs(type), "{tokens} {mode}", "{pair}", "{:.2f} ({:.2f})")
+def slide_gains() -> Lines:
+    """Both types beside each other: bursts of few tokens, and many under load."""
+    lines = [
+        {**line, "type": name}
+        for name in ("int8", "fp8")
+        for line in slide_pairs(name)
+        if (line["mode"], line["tokens"]) in SLIDE_ROWS
+    ]
+    return ranked(wide(lines, "{tokens} {mode}", "{type} {pair}", "{:.2f} ({:.2f})"), "mode", "tokens")
 
 
-def slide_model() -> Lines:
-    """Prefill of benchmarks.slide_model, over the bfloat16 model's."""
-    lines = read(H200 / "slide_model.jsonl", "model", "layers", "tokens", "side")
-    return wide(against(lines, {"side": "bf16"}, "model", "layers", "tokens"), "{side}", "{model} {tokens}")
+def slide_vllm() -> Lines:
+    """benchmarks.slide_vllm over vLLM's own int8; sides in the order in which they ran."""
+    lines = read(H100 / "slide_vllm.jsonl", "model", "layers", "side", "chosen", "what", "tokens", ms=..., chosen=False)
+    lines = against(lines, {"side": "vllm int8"}, "model", "layers", "what", "tokens")
+    return wide(lines, "{side}", "{model} {what} {tokens}")
+
+
+def slide_mma() -> Lines:
+    """Linears of Qwen2.5-7B by benchmarks.slide_mma."""
+    shapes, tokens = {"qkv", "gate_up", "down"}, {64, 1024, 4096}
+    lines = read(H100 / "slide_mma.jsonl", "shape", "tokens", "side", shape=shapes, tokens=tokens)
+    return wide(lines, "{shape} {tokens}", "{side}")
+
+
+def slide_quality() -> Lines:
+    """Perplexity over the dense model's by pattern, unit of the fit and values."""
+    lines = read(H100 / "slide_quality.jsonl", "pattern", "reconstruct", "values", what="quality", size="40m")
+    for line in lines:
+        line["unit"] = line["reconstruct"] or "one shot"
+    return wide(lines, "{pattern}", "{unit} {values}")
 
 
 # The canonical format and EC: benchmarks.canonical and benchmarks.ec.

@@ -114,12 +114,33 @@ def engines_where(lines: Lines) -> str:
     return paragraph(f"{{device}}, vLLM {{vllm}}, torch {{torch}}. Attention: {attention}.")(lines)
 
 
-#: Numbers of tokens at which only ours were timed are the choice's.
-SLIDE = Table(
-    " | ".join(("tokens", "", *records.SLIDE_SIDES)),
-    " | ".join(("{tokens}", "{mode}", *(f"{{{pair} mean}}".replace(":", "") for pair in records.SLIDE_SIDES))),
-    needs="bf16 / 24 mean",
-    none="-",
+def columns_of(first: str, names: Sequence[str], form: str) -> Table:
+    """A column for each of `wide`'s names: what `form` makes of it, with % for the name."""
+    cells = [form.replace("%", re.sub("[.:]", "", name)) for name in names]
+    return Table(" | ".join((re.sub(r"[{}]", "", first), *names)), " | ".join((first, *cells)), none="-")
+
+
+SLIDE = columns_of(
+    "{tokens} {mode}", [f"{of} {pair}" for of in ("int8", "fp8") for pair in records.SLIDE_SIDES[:4]], "{% mean}"
+)
+SLIDE_SERVED = {
+    "qwen2.5-7b": ("prefill 512", "prefill 2048", "prefill 8192", "prefill 32768", "decode 64", "decode 256"),
+    "llama-3.2-3b": ("prefill 2048", "prefill 8192", "decode 64"),
+}
+SLIDE_VLLM = columns_of(
+    "{side}",
+    [f"{model} {what}" for model in SLIDE_SERVED for what in SLIDE_SERVED[model]],
+    "{% ms:.1f} ({% gain:.2f}x)",
+)
+SLIDE_MMA = columns_of(
+    "{shape} {tokens}",
+    ["mma dense", "mma 2:4", "mma 6:8", "cusparselt 2:4", "cusparselt 6:8", "_int_mm", "wgmma dense", "wgmma 2:4"],
+    "{% us:.0f}",
+)
+SLIDE_QUALITY = columns_of(
+    "{pattern}",
+    [f"{unit} {values}" for unit in ("one shot", "submodule") for values in ("exact", "int8", "fp8")],
+    "{% perplexity_ratio:.4f}",
 )
 
 
@@ -266,7 +287,6 @@ TRANSFORMERS = Table(
 LOADED = {f"{what} {model}" for what in ("save", "load") for model in ("dense", "sparse", "dense and convert")}
 LEFT_RIVALS = {"tile", "tile_alone", "sparse8_fp8_alone", "fp8_rows"}
 USUAL = {"mask": "uniform", "dtype": "float16"}
-SLIDE_MODELS = [(model, n) for model in ("qwen2.5-7b", "llama-2-7b") for n in (2048, 8192)]
 #: By NAME: where the lines come from, and what is made of them; NO_LINES where there are none.
 PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "spmv where": (records.spmv, WHERE),
@@ -352,6 +372,12 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table("model | rows x cols | 1 sequence | 8 | 32 | 64 | 128",
               "{model} | {rows} x {cols} | {dense12 1 gain:.2f}x | {dense12 8 gain:.2f}x | {dense12 32 gain:.2f}x | "
               "{dense12 64 gain:.2f}x | {dense12 128 gain:.2f}x"),
+    ),
+    "one gpu where": (lambda: read(H100 / "one_gpu.jsonl"), WHERE),
+    "one gpu": (
+        records.one_gpu,
+        Table("sequences | ms a step | weights, GB | peak, GB | dense weights, GB",
+              "{batch} | {ms:.1f} | {gb:.1f} | {peak_gb:.1f} | {dense_gb:.1f}"),
     ),
     "load where": (records.load, WHERE),
     "load": (records.load_tokens, load_table("tile", "sparse11", "dense12")),
@@ -448,13 +474,21 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{rows} x {cols} | {1 share:.2f}" + "".join(f" | {{{n} gain:.2f}}x" for n in (1, 8, 16, 32, 64))),
     ),
     "slide where": (records.slide, WHERE),
-    "slide int8": (lambda: records.slide_gains("int8"), SLIDE),
-    "slide fp8": (lambda: records.slide_gains("fp8"), SLIDE),
-    "slide model": (
-        records.slide_model,
-        Table("linears" + "".join(f" | {model}, 4 blocks, {n} tokens" for model, n in SLIDE_MODELS),
-              "{side}" + "".join(f" | {{{model} {n} ms:.1f}} ({{{model} {n} gain:.2f}}x)".replace("2.5", "25")
-                                 for model, n in SLIDE_MODELS), none="-"),
+    "slide linears": (records.slide_gains, SLIDE),
+    "slide vllm": (records.slide_vllm, SLIDE_VLLM),
+    "slide vllm where": (
+        records.slide_vllm,
+        paragraph("{gpu}, driver {driver}, vLLM {vllm}, torch {torch}, commit {commits}; {layers} of 28 blocks."),
+    ),
+    "slide mma": (records.slide_mma, SLIDE_MMA),
+    "slide mma where": (
+        records.slide_mma,
+        paragraph("{gpu}, driver {driver}, torch {torch}, cuSPARSELt {cusparselt}, commit {commits}."),
+    ),
+    "slide quality": (records.slide_quality, SLIDE_QUALITY),
+    "slide quality where": (
+        records.slide_quality,
+        paragraph("{device}, torch {torch}; {weights} weights, trained on {trained_tokens} tokens, commit {commits}."),
     ),
     "canonical where": (lambda: records.canonical(True) + records.canonical(False), WHERE),
     "canonical": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -77,17 +78,17 @@ else:
         cuda_missing = f"macko's CUDA library does not load under torch {torch.__version__}: {error}"
 
 
-def slab_kernels(device: torch.device | int | None = None) -> tuple[str, int]:
-    """What multiplies slabs on a GPU, and up to how many tokens; more go through dense rows.
+def code_capability(device: torch.device | int | None = None) -> tuple[int, int]:
+    """The compute capability that a GPU's code was compiled for: its own, or the newest older one in the library."""
+    own = torch.cuda.get_device_capability(device)
+    made_for = re.findall(r"(\d+)\.(\d)(a?)", " ".join(cuda_arches))
+    codes = [(int(major), int(minor)) for major, minor, only in made_for if not only or (int(major), int(minor)) == own]
+    return max((code for code in codes if code <= own), default=own)
 
-    Returns:
-        "wgmma", "mma.sync" or "none": of its compute capability, or of an older one whose PTX is all there is for it.
-    """
-    major = torch.cuda.get_device_capability(device)[0]
-    made_for = [int(arch.partition(".")[0]) for arch in cuda_arches]
-    if cuda_arches and major not in made_for:
-        major = max((code for code in made_for if code < major), default=major)
-    return _C.slab_kernels(major)
+
+def slab_kernels(device: torch.device | int | None = None) -> tuple[str, int]:
+    """What multiplies slabs on a GPU, "wgmma", "mma.sync" or "none", and up to how many tokens; more by dense rows."""
+    return _C.slab_kernels(code_capability(device)[0])
 
 
 def _said(text: str) -> str:

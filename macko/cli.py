@@ -168,7 +168,8 @@ def _tune_arguments(add: Any) -> None:
 
 
 def _bench_arguments(add: Any) -> None:
-    add("source", metavar="MODEL", help="folder of a dense checkpoint, or random:7b, random:70b, random:tiny")
+    sizes = "7b, 70b, mixtral (half of its layers), qwen3-30b, tiny or tiny-mixtral"
+    add("source", metavar="MODEL", help=f"folder of a dense checkpoint, or random: with {sizes}")
     pruned = "prune by magnitude first, to each of these (default 0.5 for random:)"
     add("--sparsity", type=float, nargs="+", help=pruned)
     add("--format", default="auto", help="as of convert, or dense12: bfloat16 weights with zeros or none, lm_head too")

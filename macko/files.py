@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .choose.auto import is_held_packed
+from .choose.auto import gains_by_slabs, held_on
 from .choose.options import AUTO, Options
 from .nn.experts import saved_by_expert
 from .nn.find import check_model, tied_parameters
@@ -111,25 +111,30 @@ def load_model(
         if other := file.quantised_by(_own_names(model)):
             raise ValueError(f"{os.fspath(path)}: it is quantised by {other}, which load_model does not read")
         at = torch.device(device) if device is not None else _device_of(model)
-        wanted = format is not None and format != "auto"
-        unpacked = [] if wanted else [name for name in file.layers if _is_dense_there(model, file, name, at)]
-        model = put_sparse_layers(model, file, unpacked)
-        ties = {tuple(names) for names in tied_parameters(model).values()}
         on_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        theirs = {join(layer, name) for layer in unpacked for name in IN_FILES}
+        made = _made_there(model, file, at, on_meta, format)
+        dense = {name: weight for name, weight in made.items() if isinstance(weight, Tensor)}
+        packed = {name: weight for name, weight in made.items() if not isinstance(weight, Tensor)}
+        model = put_sparse_layers(model, file, dense, packed)
+        ties = {tuple(names) for names in tied_parameters(model).values()}
+        theirs = {join(layer, name) for layer in made for name in IN_FILES}
         state = {name: file[name] for name in file if name not in theirs}
-        state |= {join(layer, "weight"): file.packed(layer).to_dense().to(device) for layer in unpacked}
+        state |= {join(layer, "weight"): weight for layer, weight in dense.items()}
         state |= {alias: state[name] for alias, name in file.shared.items() if name in state}
-        packed = {name: about for name, about in file.layers.items() if name not in unpacked}
-        state |= {join(name, "_extra_state"): as_extra_state(about) for name, about in packed.items()}
+        state |= {join(k, "_extra_state"): as_extra_state(about) for k, about in file.layers.items() if k not in made}
         for names in ties:  # a folder of transformers holds one of them
             state |= {name: state[there] for there in names if there in state for name in names if name not in state}
         if on_meta and device is not None:
             state = {name: tensor.to(device) for name, tensor in state.items()}
         try:
-            model.load_state_dict(state, assign=on_meta)
+            found = model.load_state_dict(state, strict=False, assign=on_meta)
         except RuntimeError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
+    there = {join(layer, "weight") for layer in packed}
+    missing = [name for name in found.missing_keys if name not in there]
+    for keys, what in ((missing, "lacks"), (found.unexpected_keys, "has, and the model has not,")):
+        if keys:
+            raise ValueError(f"{os.fspath(path)} {what} {', '.join(keys)}")
     for first, *others in ties if on_meta else ():  # each name has been given a Parameter of its own
         for other in others:
             parent, _, last = other.rpartition(".")
@@ -145,11 +150,16 @@ def load_model(
     return model
 
 
-def put_sparse_layers(model: nn.Module, file: Checkpoint, but: Collection[str] = ()) -> nn.Module:
-    """Puts an empty SparseLinear in the place of each linear layer that is packed in a file, but of some; the model."""
+def put_sparse_layers(
+    model: nn.Module, file: Checkpoint, but: Collection[str] = (), packed: Mapping[str, PackedWeight] | None = None
+) -> nn.Module:
+    """Puts a SparseLinear in the place of each linear layer that is packed in a file, but of some; the model.
+
+    It has its weight of `packed`, or is empty.
+    """
     for name in (*file.layers, *file.unnamed):
         if name not in but:
-            model = _make_sparse(model, name)
+            model = _make_sparse(model, name, (packed or {}).get(name))
     return model
 
 
@@ -159,15 +169,33 @@ def _device_of(model: nn.Module) -> torch.device:
     return next(tensors, torch.device("cpu"))
 
 
-def _is_dense_there(model: nn.Module, file: Checkpoint, name: str, device: torch.device) -> bool:
-    """Whether a dense layer of the model stays dense on this device, though the file holds its weight packed."""
+def _made_there(
+    model: nn.Module, file: Checkpoint, device: torch.device, on_meta: bool, format: str | None
+) -> dict[str, PackedWeight | Tensor]:
+    """Weights that stand in a file for dense ones, of the model's dense layers, as such a device holds them.
+
+    One by one: a model takes the memory that it has in the end, and a layer's more.
+    """
+    made: dict[str, PackedWeight | Tensor] = {}
+    by_slabs = device.type == "cuda" and gains_by_slabs(device)
+    for name, about in file.layers.items():
+        layer = _submodule(model, name)
+        if isinstance(layer, SparseLinear) or not isinstance(layer, nn.Linear):
+            continue
+        if saved_as(about)[0].stands_for_dense():
+            weight, dtype = file.packed(name, device if by_slabs else None), None if on_meta else layer.weight.dtype
+            try:
+                made[name] = held_on(weight, device, dtype, packs=format not in (None, "auto"))
+            except ValueError as error:
+                raise ValueError(f"{file.path}: layer {name}: {error}") from None
+    return made
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module | None:
     try:
-        layer = model.get_submodule(name)
+        return model.get_submodule(name)
     except AttributeError:
-        return False  # which put_sparse_layers says
-    return (
-        isinstance(layer, nn.Linear) and not isinstance(layer, SparseLinear) and not file.is_held_packed(name, device)
-    )
+        return None  # which put_sparse_layers says
 
 
 def version_of(layers: Mapping[str, Mapping[str, Any]]) -> int:
@@ -450,16 +478,12 @@ class Checkpoint:
         """A tensor's shape, without reading it."""
         return tuple(self._files[name].get_slice(name).get_shape())
 
-    def is_held_packed(self, layer: str, device: torch.device) -> bool:
-        """Whether a layer that is read from here holds its weight packed on this device, and not dense."""
-        stands_for_dense = saved_as(self.layers[layer])[0].stands_for_dense()
-        return not stands_for_dense or is_held_packed(self.packed(layer), device)
-
-    def packed(self, layer: str) -> PackedWeight:
+    def packed(self, layer: str, device: torch.device | None = None) -> PackedWeight:
         """The validated packed weight of a layer; ValueError with the layer's name where it is none."""
         try:
             kind, sizes, names = saved_as(self.layers[layer])
             weight = kind(**{name: self[join(layer, name)] for name in names}, **sizes)  # type: ignore[arg-type]
+            weight = weight if device is None else weight.to(device)
             weight.validate()
         except (KeyError, ValueError) as error:
             raise ValueError(f"{self.path}: layer {layer}: {error}") from None
@@ -544,8 +568,8 @@ def _json(text: str, where: Path) -> dict[str, Any]:
     return value
 
 
-def _make_sparse(model: nn.Module, name: str) -> nn.Module:
-    """Puts an empty SparseLinear in the place of the linear layer of this name."""
+def _make_sparse(model: nn.Module, name: str, packed: PackedWeight | None = None) -> nn.Module:
+    """Puts a SparseLinear in the place of the linear layer of this name: empty, or with its weight."""
     try:
         layer = model.get_submodule(name)
     except AttributeError:
@@ -556,8 +580,13 @@ def _make_sparse(model: nn.Module, name: str) -> nn.Module:
         raise ValueError(f"the file has a packed layer {name}, in the model it is a {type(layer).__name__}")
     if reason := unsupported(layer.weight.dtype, layer.weight.device):
         raise ValueError(f"the file has a packed layer {name}, which the model cannot hold: {reason}")
-    empty = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
-    sparse = with_hooks(SparseLinear.from_packed(empty, layer.bias, options=AUTO).train(layer.training), layer)
+    if packed is None:
+        packed = MackoWeight.zeros(layer.out_features, layer.in_features, layer.weight.dtype, layer.weight.device)
+    elif packed.shape != layer.weight.shape:
+        raise ValueError(
+            f"the file has a packed layer {name} of shape {list(packed.shape)}, the model {list(layer.weight.shape)}"
+        )
+    sparse = with_hooks(SparseLinear.from_packed(packed, layer.bias, options=AUTO).train(layer.training), layer)
     if not name:
         return sparse
     for place, module in list(model.named_modules(remove_duplicate=False)):

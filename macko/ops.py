@@ -25,6 +25,8 @@ __all__ = [
     "ec_pack",
     "ec_spmv",
     "ec_unpack",
+    "expert_order",
+    "expert_sum",
     "linear",
     "linear_experts",
     "pack",
@@ -78,23 +80,71 @@ def multiply(x: Tensor, tensors: Sequence[Tensor | None], header: Sequence[int],
     return torch.ops.aten._unsafe_view(y, y.shape) if y.requires_grad and y._is_view() else y
 
 
-def linear_experts(x: Tensor, tensors: Sequence[Tensor], header: Sequence[int], rows: int, ends: Tensor) -> Tensor:
+def linear_experts(
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    header: Sequence[int],
+    rows: int,
+    ends: Tensor,
+    order: Tensor | None = None,
+    top_k: int = 1,
+    gated: bool = False,
+) -> Tensor:
     """Of rows ends[e - 1] up to ends[e] of x the products with expert e: torch's grouped_mm with packed weights.
 
     Args:
-        x: [tokens, cols], sorted by expert.
+        x: [tokens, cols], sorted by expert; with an order as they come.
         tensors, header: experts' matrices as one packed weight of slabs, [experts * filled rows, cols].
         rows: of an expert, which the weight holds filled up with zeros to a multiple of 64.
         ends: int32 [experts], where x is: the first row behind each expert's.
+        order, top_k: int32 [pairs], of expert_order: the rows are order[i] // top_k of x. On a GPU nobody looks whether
+            x has them.
+        gated: multiplies silu(gate) * up, both rounded, for x [tokens, 2 * cols] of which gate is the first half.
 
     Returns:
-        [tokens, rows]; zeros in the rows behind the last end. Differentiable in x. On a GPU no host waits, and up to
-        96 tokens an expert in the mean a token's bits depend on no other one.
+        [tokens, rows], with an order [pairs, rows]; zeros in the rows behind the last end. Differentiable in x. On a
+        GPU no host waits, and up to 96 tokens an expert in the mean a token's bits depend on no other one.
 
     Raises:
         RuntimeError: wrong device, dtype or shape; a layout that is not of slabs; on the CPU ends that fall.
     """
-    return call(torch.ops.macko.linear_experts, x, tensors, header, rows, ends)
+    return call(torch.ops.macko.linear_experts.default, x, tensors, header, rows, ends, order, top_k, gated)
+
+
+def expert_order(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs of a token and one of its experts, sorted by expert: in one launch, which no host waits for.
+
+    Args:
+        ids: int64 or int32 [tokens, top_k], the experts of each token. Those below 0 or from `experts` on are another
+            process': they come last.
+
+    Returns:
+        order int32 [tokens * top_k]: the pair, token * top_k + slot, at each place; of an expert by rising number.
+        places int32 [tokens, top_k]: the place of each pair, -1 where it is another process'.
+        ends int32 [experts]: the first place behind each expert's.
+
+    Raises:
+        RuntimeError: wrong dtype or shape, or experts is under 0 or, on a GPU, some 6,000.
+    """
+    return call(torch.ops.macko.expert_order.default, ids, experts)  # type: ignore[no-any-return]
+
+
+def expert_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Of each token the sum of the rows of x at its places, times weights: without atomics, always in the same order.
+
+    Args:
+        x: [pairs, cols], of 16 bits, on the CPU float32 too.
+        places: int32 [tokens, top_k], of expert_order. Where x has no such row nothing is added.
+        weights: [tokens, top_k], float32 or of x's dtype. Products are rounded as torch does it: to float32, or to
+            x's dtype where weights have that too.
+
+    Returns:
+        [tokens, cols], of x's dtype, rounded once more from a float32 sum. Differentiable in x and weights.
+
+    Raises:
+        RuntimeError: wrong device, dtype or shape.
+    """
+    return call(torch.ops.macko.expert_sum.default, x, places, weights)  # type: ignore[no-any-return]
 
 
 def has_tangent(x: Tensor) -> bool:
@@ -410,7 +460,6 @@ def _product(op: str, sizes: Callable[..., tuple[Tensor, Any, Any]], *args: Any)
 _PRODUCTS: dict[str, Callable[..., tuple[Tensor, Any, Any]]] = {
     "linear": lambda x, packed, header, bias=None: (x, *header[1:3]),
     "linear_below_autograd": lambda x, packed, header, bias=None: (x, *header[1:3]),
-    "linear_experts": lambda x, packed, header, rows, ends: (x, rows, header[2]),
     "norm_linear": lambda x, weight, eps, packed, header, bias=None: (x, *header[1:3]),
     "gated_linear": lambda gate, up, packed, header, bias=None: (gate, *header[1:3]),
     "spmv": lambda values, deltas, row_ptr, cols, x, delta_bits=4: (x, row_ptr.numel() - 1, cols),
@@ -439,24 +488,79 @@ def _times(grad: Tensor, tensors: Sequence[Tensor], header: Sequence[int]) -> Te
     return grad @ w
 
 
+@torch.library.register_fake("macko::linear_experts")
+def _(
+    x: Tensor,
+    packed: Sequence[Tensor],
+    header: Sequence[int],
+    rows: int,
+    ends: Tensor,
+    order: Tensor | None = None,
+    top_k: int = 1,
+    gated: bool = False,
+) -> Tensor:
+    y = _product("linear_experts", lambda *sizes: sizes, x, rows, header[2] * (1 + gated))  # type: ignore[arg-type, return-value]
+    return y if order is None else y.new_empty(order.shape[0], rows)
+
+
+@torch.library.register_fake("macko::expert_order")
+def _(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(ids.new_empty(shape, dtype=torch.int32) for shape in ((ids.numel(),), ids.shape, (experts,)))  # type: ignore[return-value, call-overload]
+
+
+@torch.library.register_fake("macko::expert_sum")
+def _(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    return x.new_empty(places.shape[0], x.shape[1])
+
+
 def _experts_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    *tensors, ends = ctx.saved_tensors
-    nothing = ([None] * len(tensors), None, None, None)
+    *tensors, ends, order, x = ctx.saved_tensors
+    # Of trailing arguments that have their default torch asks none.
+    nothing = ([None] * len(tensors), *[None] * (len(ctx.needs_input_grad) - 2))
     if not ctx.needs_input_grad[0]:
         return (None, *nothing)
     w = torch.ops.macko.dense(tensors, ctx.header, False)
     w = w.view(len(ends), -1, w.shape[1])[:, : ctx.rows]
     rows = torch.arange(len(grad), device=grad.device).unsqueeze(1)
     grad_x = torch._grouped_mm(grad.contiguous(), w, offs=ends)  # of rows behind the last end it writes nothing
-    return (grad_x.masked_fill(rows >= ends[-1:], 0), *nothing)
+    grad_x = grad_x.masked_fill(rows >= ends[-1:], 0)
+    if order is not None:
+        grad_x = grad_x.new_zeros(ctx.x_rows, grad_x.shape[1]).index_add_(0, order // ctx.top_k, grad_x)
+    if x is not None:
+        gate, up = x.float().chunk(2, -1)
+        share, wide = gate.sigmoid(), grad_x.float()
+        of_gate = wide * up * share * (1 + gate * (1 - share))
+        grad_x = torch.cat([of_gate, wide * gate * share], -1).to(x.dtype)
+    return (grad_x, *nothing)
 
 
 def _experts_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, tensors, ctx.header, ctx.rows, ends = inputs
-    ctx.save_for_backward(*tensors, ends)
+    x, tensors, ctx.header, ctx.rows, ends, order, ctx.top_k, gated = inputs
+    ctx.x_rows = x.shape[0]
+    ctx.save_for_backward(*tensors, ends, order, x if gated else None)
 
 
 torch.library.register_autograd("macko::linear_experts", _experts_backward, setup_context=_experts_context)
+
+
+def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    x, places, weights = ctx.saved_tensors
+    is_here = (places >= 0).unsqueeze(-1)
+    at, grad = places.clamp(min=0).long(), grad.unsqueeze(1)
+    grad_x = grad_weights = None
+    if ctx.needs_input_grad[0]:
+        terms = (grad * weights.unsqueeze(-1) * is_here).to(x.dtype)
+        grad_x = torch.zeros_like(x).index_add_(0, at.flatten(), terms.flatten(0, 1))
+    if ctx.needs_input_grad[2]:
+        grad_weights = (x[at].float() * grad.float() * is_here).sum(-1).to(weights.dtype)
+    return grad_x, None, grad_weights
+
+
+def _sum_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+torch.library.register_autograd("macko::expert_sum", _sum_backward, setup_context=_sum_context)
 
 
 def _differentiable(name: str, packed: Callable[..., Packed], x: int, bias: int | None = None) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from macko import _library
 from macko.pruning import prune
+from macko.weights import FORMATS, SlabWeight, SlideWeight
 from tests.common import Plan, cpu_paths
 from tests.tiny_llama import TinyLlama, train
 
@@ -77,9 +78,20 @@ def pytest_collection_modifyitems() -> None:
 
 #: Why tests marked gpu cannot run here, or None.
 NO_GPU = _library.cuda_missing if torch.cuda.is_available() else f"torch {torch.__version__} sees none"
+#: Formats that GPUs have kernels for from compute capability 8.0 on.
+OF_NEWER_GPUS = {name for name, kind in FORMATS.items() if issubclass(kind, (SlabWeight, SlideWeight))}
+
+
+def needs_newer_gpu(item: pytest.Item) -> bool:
+    """Whether it is marked so, or a parameter is, or is of, such a format."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    named = (value if isinstance(value, str) else getattr(value, "format", None) for value in values)
+    return bool(item.get_closest_marker("sm80")) or any(name in OF_NEWER_GPUS for name in named if type(name) is str)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if NO_GPU and item.get_closest_marker("gpu"):
         pytest.skip(f"needs a GPU: {NO_GPU}")  # from one place, so that pytest reports them all in one line
+    if item.get_closest_marker("gpu") and _library.code_capability() < (8, 0) and needs_newer_gpu(item):
+        pytest.skip("needs code for a GPU of compute capability 8.0")

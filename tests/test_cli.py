@@ -1304,6 +1304,17 @@ def test_bench_of_a_dense_model(
 
 
 @needs_transformers
+@pytest.mark.slow
+def test_bench_of_a_mixture(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "seconds", no_times)
+    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2"]
+    assert main(["bench", "random:tiny-mixtral", "--format", "dense12", *sizes]) == 0
+    printed = capsys.readouterr().out
+    assert "13 of 13 layers changed" in printed  # of experts a row a projection; routers are none
+    assert "dense12, outputs of each layer equal to dense but for rounding: yes" in printed
+
+
+@needs_transformers
 def test_back_to_dense_there_is_nothing_to_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in (["--format", "dense12"], ["--values", "fp8"]):
         assert main(["convert", "in", str(tmp_path / "out"), "--to", "dense", *option]) == 1

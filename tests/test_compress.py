@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import macko
 from macko import SparseLinear
+from macko.choose.auto import gains_by_slabs
 from macko.weights import Dense12Weight
 from tests.common import assert_close_library, assert_same_bits, assert_same_model, devices, random_vector
 from tests.kernels.codecs import Dense12, bits_of
@@ -61,6 +62,7 @@ def assert_same_weights(model: nn.Module, dense: nn.Module, format: str | None =
         assert_same_bits(layer.weight.as_subclass(Tensor), dense.get_submodule(name).weight)
 
 
+@pytest.mark.sm80
 @pytest.mark.parametrize("device", devices())
 def test_a_layer_is_the_dense_one_for_every_caller(device: str) -> None:
     dense, model = compressed(device)
@@ -153,6 +155,7 @@ def test_distributed_checkpoints_have_the_dense_weight() -> None:
     assert_same_weights(other, dense)
 
 
+@pytest.mark.sm80
 @pytest.mark.parametrize("device", devices())
 def test_merged_layers(device: str) -> None:
     dense, model = compressed(device, merge=True)
@@ -273,10 +276,11 @@ def test_compress_where_nothing_gains() -> None:
         macko.compress_(Mlp(), tokens=0)
 
 
+@pytest.mark.sm80
 @pytest.mark.gpu
 def test_compress_on_this_gpu() -> None:
-    if torch.cuda.get_device_capability()[0] not in (8, 9, 12):
-        pytest.skip("dense12 gains on GPUs of compute capability 8, 9 and 12")
+    if not gains_by_slabs(torch.device("cuda"), "dense12"):
+        pytest.skip("dense12 gains nothing on this GPU")
     dense = Mlp(1024).cuda()
     model = copy.deepcopy(dense)
     report = macko.compress_(model, progress=False)

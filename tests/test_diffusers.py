@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import macko
@@ -154,12 +155,20 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Tensor).contiguous().view(-1).view(torch.uint8)
 
 
+def assert_same_files(one: Path, other: Path) -> None:
+    a, b = (
+        {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()} for folder in (one, other)
+    )
+    assert a.keys() == b.keys()
+    assert all(torch.equal(bytes_of(a[name]), bytes_of(b[name])) for name in a)
+
+
 def config() -> Any:
     return macko.MackoConfig(format="dense12", ignore=[])
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_packed_as_it_is_read_and_saved_in_shards(kind: str, tmp_path: Path) -> None:
+def test_packed_as_it_is_read_and_saved_in_shards(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(kind).save_pretrained(tmp_path / "a", max_shard_size="1MB")
     load = type(make(kind)).from_pretrained
     dense = load(tmp_path / "a", torch_dtype=torch.bfloat16)
@@ -173,15 +182,81 @@ def test_packed_as_it_is_read_and_saved_in_shards(kind: str, tmp_path: Path) -> 
         assert all(model.get_submodule(row.name).weight.dtype == torch.float32 for row in kept)
     macko.offloadable_(model)
     model.save_pretrained(tmp_path / "b", max_shard_size="1MB")
-    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 1
-    again = load(tmp_path / "b", torch_dtype=torch.bfloat16)
-    assert not packed_layers(again)
-    assert again.state_dict().keys() == dense.state_dict().keys()
-    for name, tensor in dense.state_dict().items():
-        assert torch.equal(bytes_of(again.state_dict()[name]), bytes_of(tensor)), name
-    model.dequantize()
-    assert not packed_layers(model)
-    assert_same_bits(run(model, kind), run(dense, kind))
+    files = list((tmp_path / "b").glob("*.safetensors"))
+    assert len(files) > 1
+    about = json.loads((tmp_path / "b/config.json").read_text())["quantization_config"]
+    assert about["layers"].keys() == packed_layers(model).keys()
+    assert {layer["format"] for layer in about["layers"].values()} == {"planes12"}
+    assert {name for file in files for name in load_file(file)} >= {f"{name}.low" for name in about["layers"]}
+    for packs in (False, True):
+        monkeypatch.setattr(auto, "is_held_packed", lambda weight, device, packs=packs: packs)
+        again = load(tmp_path / "b", torch_dtype=torch.bfloat16)
+        assert packed_layers(again).keys() == (packed_layers(model).keys() if packs else set())
+        assert {type(layer) for layer in packed_layers(again).values()} <= {SparseLinear}
+        assert again.state_dict().keys() == dense.state_dict().keys()
+        for name, tensor in dense.state_dict().items():
+            assert torch.equal(bytes_of(again.state_dict()[name]), bytes_of(tensor)), name
+        assert_same_bits(run(again, kind), run(dense, kind))
+    again.save_pretrained(tmp_path / "c", max_shard_size="1MB")
+    assert_same_files(tmp_path / "b", tmp_path / "c")
+    for one in (model, again):
+        one.dequantize()
+        assert not packed_layers(one)
+        assert_same_bits(run(one, kind), run(dense, kind))
+    again.save_pretrained(tmp_path / "d", max_shard_size="1MB")
+    assert_same_files(tmp_path / "a", tmp_path / "d")
+
+
+def test_a_model_that_was_packed_in_memory_is_saved_packed_and_sparse_layers_too(tmp_path: Path) -> None:
+    dense, model = packed("flux")
+    name, other = list(packed_layers(model))[:2]
+    dense.get_submodule(name).weight[:, ::2] = 0
+    model.set_submodule(name, SparseLinear.from_linear(dense.get_submodule(name), "macko"))
+    model.save_pretrained(tmp_path / "a")
+    assert "hf_quantizer" not in vars(model)
+    assert "quantization_config" not in model.config
+    again = type(model).from_pretrained(tmp_path / "a", torch_dtype=torch.bfloat16)
+    assert packed_layers(again).keys() == {name}  # what has zeros is packed on a CPU too
+    assert_same_bits(run(again, "flux"), run(dense, "flux"))
+    half = type(model).from_pretrained(tmp_path / "a", torch_dtype=torch.float16)
+    assert_same_bits(half.get_submodule(other).weight, dense.get_submodule(other).weight.half())
+    assert_same_bits(half.get_submodule(name).weight.as_subclass(Tensor), dense.get_submodule(name).weight.half())
+    model.set_submodule(name, SparseLinear.from_linear(dense.get_submodule(name), "dense12"))
+    model.save_pretrained(tmp_path / "b", safe_serialization=False)  # what torch.save writes is dense
+    plain = type(model).from_pretrained(tmp_path / "b", torch_dtype=torch.bfloat16, use_safetensors=False)
+    assert_same_bits(run(plain, "flux"), run(dense, "flux"))
+    add_lora(model)
+    with pytest.raises(ValueError, match=r"to_q\.base_layer is inside of a wrapper of PEFT's adapters"):
+        model.save_pretrained(tmp_path / "c")
+    assert "state_dict" not in vars(model)
+    model.unload_lora()
+    assert not packed_layers(model.dequantize())
+    assert_same_bits(run(model, "flux"), run(dense, "flux"))
+
+
+def test_files_that_do_not_fit_are_refused_by_the_layers_name(tmp_path: Path) -> None:
+    _, model = packed("flux")
+    model.save_pretrained(tmp_path)
+    name = next(iter(packed_layers(model)))
+    file, about = tmp_path / "diffusion_pytorch_model.safetensors", tmp_path / "config.json"
+    tensors, config = load_file(file), json.loads(about.read_text())
+
+    def assert_refused(match: str, but: str = "", layers: Any = None, **changed: Tensor) -> None:
+        changed = {f"{name}.{key}": tensor for key, tensor in changed.items()}
+        save_file({k: t for k, t in (tensors | changed).items() if k != f"{name}.{but}"}, file, {"format": "pt"})
+        quantization = config["quantization_config"] | {
+            "layers": config["quantization_config"]["layers"] | (layers or {})
+        }
+        about.write_text(json.dumps(config | {"quantization_config": quantization}))
+        with pytest.raises(ValueError, match=match):
+            type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+
+    assert_refused(f"{name}: not a planes12 weight: byte 0 of its table", table=tensors[f"{name}.table"] + 1)
+    assert_refused(f"the files have no {name}.columns", but="columns")
+    sizes = config["quantization_config"]["layers"][name]
+    assert_refused("packed layer other, the model has no such module", layers={"other": sizes})
+    assert_refused(f"{name}: the checkpoint has shape", layers={name: sizes | {"rows": sizes["rows"] + 1}})
+    assert_refused("dtype is 'float32'", layers={name: sizes | {"dtype": "float32"}})
 
 
 def test_float32_that_a_model_keeps_is_lost_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,14 +274,11 @@ def test_no_dense_weight_is_unpacked_while_others_are_read(tmp_path: Path, unpac
     assert not unpacked
 
 
-def test_a_map_that_offloads_and_packed_files_are_refused(tmp_path: Path) -> None:
+def test_a_map_that_offloads_is_refused() -> None:
     from macko.integrations.diffusers import MackoDiffusersQuantizer
 
     with pytest.raises(ValueError, match=r"load the model without, then macko\.offloadable_"):
         MackoDiffusersQuantizer(config()).validate_environment(device_map={"a": 0, "b": "cpu"})
-    layers = {"a": {"format": "macko", "rows": 1, "cols": 1, "delta_bits": 4}}
-    with pytest.raises(ValueError, match="packed, which diffusers does not read"):
-        MackoDiffusersQuantizer(macko.MackoConfig(layers=layers))
 
 
 # ---- A pipeline ------------------------------------------------------------------------------------------------------
@@ -256,12 +328,10 @@ def test_a_whole_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert len(packed_layers(getattr(pipe, name))) == len(report.changed) > 5
     assert_same_bits(image(pipe), wanted)
     pipe.save_pretrained(tmp_path / "b")
-    file = Path("transformer") / "diffusion_pytorch_model.safetensors"
-    a, b = (load_file(tmp_path / folder / file) for folder in "ab")
-    assert a.keys() == b.keys()
-    assert all(torch.equal(bytes_of(a[name]), bytes_of(b[name])) for name in a)
+    a, b = ((tmp_path / folder / "transformer/diffusion_pytorch_model.safetensors").stat().st_size for folder in "ab")
+    assert b < 0.8 * a
     nothing = {"tokenizer": None, "tokenizer_2": None}
-    read = FluxPipeline.from_pretrained(tmp_path / "b", torch_dtype=torch.bfloat16, **nothing)  # text encoders: planes
+    read = FluxPipeline.from_pretrained(tmp_path / "b", torch_dtype=torch.bfloat16, **nothing)
     read.set_progress_bar_config(disable=True)
     assert_same_bits(image(read), wanted)
     for quantization in (

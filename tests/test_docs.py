@@ -32,7 +32,9 @@ def runs() -> list:
     slow = {"README.md": [pytest.mark.slow], "quality.md": [pytest.mark.slow]}  # layers of a real size; it trains
     found = [pytest.param(p, False, id=p.name, marks=slow.get(p.name, [])) for p in PAGES if kinds[p]]
     return found + [
-        pytest.param(p, True, id=f"{p.name}-gpu", marks=pytest.mark.gpu) for p in PAGES if "gpu" in kinds[p]
+        pytest.param(p, True, id=f"{p.name}-gpu", marks=[pytest.mark.gpu, pytest.mark.sm80])
+        for p in PAGES
+        if "gpu" in kinds[p]
     ]
 
 

@@ -24,6 +24,8 @@ from macko.weights import ByteWeight, Dense8Weight, Macko8Weight, MackoWeight, S
 from tests.common import HALVES, assert_same_bits, devices, mask, random_vector
 from tests.kernels.codecs import DESCRIPTORS
 
+pytestmark = pytest.mark.sm80
+
 KINDS = (0, 1)
 FORMATS = (Dense8Weight, Sparse8Weight)
 each_format = pytest.mark.parametrize("format", FORMATS)

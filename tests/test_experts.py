@@ -80,6 +80,109 @@ def test_random_experts_within_the_bound() -> None:
     assert ((y.double() - expected(x, w, ends)).abs() <= bound).all()
 
 
+#: By hazard: tokens, experts a token, experts; ids below 0 and from `experts` on are another process'.
+PAIRS = {
+    "one_token": (1, 2, 8),
+    "no_tokens": (0, 2, 8),
+    "one_expert": (40, 1, 1),
+    "more_pairs_than_a_block_has_threads": (700, 3, 128),
+    "more_experts_than_warps_can_count": (50, 4, 1000),
+}
+
+
+def routed(hazard: str, dtype: torch.dtype = torch.int64) -> tuple[Tensor, int]:
+    tokens, top_k, experts = PAIRS[hazard]
+    torch.manual_seed(tokens)
+    return torch.randint(-1, experts + 2, (tokens, top_k), dtype=dtype), experts
+
+
+def expected_order(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition: a stable sort."""
+    flat = torch.where((ids < 0) | (ids > experts), experts, ids).flatten()
+    ranked, order = flat.sort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    places[flat == experts] = -1
+    ends = torch.bincount(ranked, minlength=experts + 1).cumsum(0)[:experts]
+    return order.int(), places.int().view(ids.shape), ends.int()
+
+
+def expected_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """The definition, by torch's own products and their types."""
+    terms = (x[places.clamp(min=0).long()] * weights.unsqueeze(-1)).float() * (places >= 0).unsqueeze(-1)
+    total = torch.zeros(len(places), x.shape[1], device=x.device)
+    for slot in range(places.shape[1]):
+        total = total + terms[:, slot]
+    return total.to(x.dtype)
+
+
+@pytest.mark.parametrize("hazard", PAIRS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_pairs_are_sorted_by_expert(dtype: torch.dtype, hazard: str) -> None:
+    ids, experts = routed(hazard, dtype)
+    for got, wanted in zip(ops.expert_order(ids, experts), expected_order(ids, experts), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("hazard", PAIRS)
+@pytest.mark.parametrize("kinds", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")], ids=str)
+def test_a_tokens_experts_add_up_with_torchs_roundings(kinds: tuple[str, str], hazard: str) -> None:
+    ids, experts = routed(hazard)
+    _, places, _ = ops.expert_order(ids, experts)
+    x = torch.randn(ids.numel(), 24).to(getattr(torch, kinds[0]))
+    weights = torch.rand(ids.shape).to(getattr(torch, kinds[1]))
+    assert torch.equal(ops.expert_sum(x, places, weights), expected_sum(x, places, weights))
+
+
+def test_gradients_of_a_tokens_sum() -> None:
+    ids, experts = torch.tensor([[0, 2], [1, 3], [2, 0]]), 3
+    _, places, _ = ops.expert_order(ids, experts)
+    x, weights = torch.randn(6, 8, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    grad, wanted = torch.randn(3, 8), []
+    for total in (ops.expert_sum, expected_sum):
+        wanted.append(torch.autograd.grad(total(x, places, weights), (x, weights), grad))
+    assert all((a - b).abs().max() <= 1e-5 for a, b in zip(*wanted, strict=True))
+
+
+def test_an_order_takes_rows_of_x_where_they_are() -> None:
+    ids, experts = routed("more_pairs_than_a_block_has_threads")
+    order, _, ends = ops.expert_order(ids, experts)
+    w, x = small(experts, 64, 64), small(len(ids), 64, zeros=0.9).requires_grad_()
+    tensors, header = stacked(w, "dense12").packed
+    top_k = ids.shape[1]
+    y = ops.linear_experts(x, tensors, header, 64, ends, order, top_k)
+    sorted_y = ops.linear_experts(x[order // top_k], tensors, header, 64, ends)
+    assert torch.equal(y, sorted_y)
+    grad = small(len(order), 64, zeros=0.98)
+    assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (y, sorted_y)))
+
+
+def test_gated_rows_are_torchs_and_their_gradients() -> None:
+    torch.manual_seed(0)
+    w, x, ends = small(2, 64, 72), torch.randn(5, 144).bfloat16().requires_grad_(), torch.tensor([2, 4]).int()
+    tensors, header = stacked(w, "dense12").packed
+    y = ops.linear_experts(x, tensors, header, 64, ends, gated=True)
+    gate, up = x.chunk(2, -1)
+    wanted = ops.linear_experts(torch.nn.functional.silu(gate) * up, tensors, header, 64, ends)
+    assert torch.equal(y, wanted)
+    grads = [torch.autograd.grad(out, x, torch.ones_like(out))[0].float() for out in (y, wanted)]
+    assert (grads[0] - grads[1]).abs().max() <= 2.0**-7 * grads[1].abs().max()  # torch rounds silu's gradient between
+
+
+def test_what_the_ops_around_products_refuse_they_name() -> None:
+    order = torch.tensor([5], dtype=torch.int32)
+    tensors, header = stacked(small(1, 64, 64), "dense12").packed
+    with pytest.raises(RuntimeError, match=r"order\[0\] is 5, expected 0 to 3: x has 2 rows, top_k is 2"):
+        ops.linear_experts(small(2, 64), tensors, header, 64, torch.ones(1, dtype=torch.int32), order, 2)
+    with pytest.raises(RuntimeError, match="top_k is 0, expected 1 and more"):
+        ops.linear_experts(small(2, 64), tensors, header, 64, torch.ones(1, dtype=torch.int32), order, 0)
+    with pytest.raises(RuntimeError, match="macko::expert_order: ids has dtype float32, expected int64 or int32"):
+        ops.expert_order(torch.zeros(2, 2), 4)
+    with pytest.raises(RuntimeError, match=r"macko::expert_sum: weights has shape \[1, 1\], places has \[1, 2\]"):
+        ops.expert_sum(small(2, 8), torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 1))
+    with pytest.raises(RuntimeError, match="weights has dtype float16, expected float32 or x's, bfloat16"):
+        ops.expert_sum(small(2, 8), torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2).half())
+
+
 @pytest.mark.parametrize("counts", [[3, -1], [2, 9]])
 def test_ends_that_fall_or_pass_the_tokens_are_refused(counts: list[int]) -> None:
     w = small(2, 64, 64)
@@ -116,3 +219,8 @@ def test_op_checks(format: str) -> None:
     w, x = small(2, 64, 64), small(5, 64)
     args = (x, *stacked(w, format).packed, 64, torch.tensor([2, 4], dtype=torch.int32))
     torch.library.opcheck(torch.ops.macko.linear_experts, args, test_utils=("test_schema", "test_faketensor"))
+    order, places, ends = ops.expert_order(torch.tensor([[0, 1], [1, 2]]), 2)
+    more = (torch.cat([x, x], 1), *args[1:4], ends, order, 2, True)
+    torch.library.opcheck(torch.ops.macko.linear_experts, more, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(torch.ops.macko.expert_order, (places, 2))
+    torch.library.opcheck(torch.ops.macko.expert_sum, (x[:4].clone(), places, torch.rand(2, 2)))

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import macko
+from macko.choose.exponents import outside_table
 from macko.choose.options import Options
+from macko.cli import main
 from macko.nn.experts import SparseExperts, Stack, UnfoldedExperts, is_experts, oriented, projections
+from tests.common import two_processes
 
 transformers = pytest.importorskip("transformers", minversion="5.19")
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 80, 3
@@ -184,6 +187,34 @@ def test_models_give_the_logits_of_dense(kind: str, format: str, zeros: float) -
     assert torch.equal(logits(model), wanted)
 
 
+def test_an_adapter_on_the_other_layers_trains_as_on_the_dense_model() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    grads, tokens = [], torch.randint(3, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    for packs in (False, True):
+        model = model_of("qwen3_moe")
+        if packs:
+            macko.sparsify_(model, format="dense12", progress=False)
+            assert len(sparse_of(model)) == 2
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+        adapted = peft.get_peft_model(model, config).train()
+        adapted(tokens, labels=tokens).loss.backward()
+        grads.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys() != set()
+    assert all("lora" in name for name in grads[1])
+    for name, grad in grads[0].items():
+        assert (grads[1][name] - grad).abs().max() <= 0.03 * grad.abs().max(), name
+
+
+def test_an_adapter_of_packed_experts_finds_no_parameter() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = model_of("qwen3_moe")
+    macko.sparsify_(model, format="dense12", progress=False)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.warns(RuntimeWarning, match=r"mlp.experts.gate_up_proj'\} were set but no parameter was matched"):
+        peft.get_peft_model(model, config)
+
+
 def test_a_bad_layer_leaves_experts_as_they_were() -> None:
     model = model_of("mixtral")
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -315,7 +346,40 @@ def test_pruned_experts_have_their_share_of_zeros_each(kind: str, method: str) -
 def test_an_expert_without_tokens_is_said() -> None:
     model = model_of("qwen3_moe")
     with pytest.warns(UserWarning, match="experts"):
-        macko.prune_(model, 0.5, "wanda", calibration=[torch.tensor([[5]])], progress=False)
+        report = macko.prune_(model, 0.5, "wanda", calibration=[torch.tensor([[5]])], progress=False)
+    # Of eight experts in two layers one token reaches four each; the other four have three layers each.
+    assert re.search(
+        r"no input reached them in calibration: model\S+experts.\d.\w+_proj, .* and 20 more\.", str(report)
+    )
+
+
+class Alone(nn.Module):
+    """Experts as a model."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.experts(*args)
+
+
+def test_moe_pruner_weighs_an_experts_inputs_as_its_router_does() -> None:
+    """Of one expert, half of the columns are of inputs that are larger, but that the router hardly counts."""
+    model, half = Alone(tiny("MixtralExperts").float()), HIDDEN // 2
+    with torch.no_grad():
+        model.experts.gate_up_proj.fill_(1.0)  # type: ignore[union-attr, operator]
+    x = torch.zeros(8, HIDDEN)
+    x[:4, :half], x[4:, half:] = 3.0, 2.0
+    batch = (x, torch.zeros(8, 1, dtype=torch.long), torch.tensor([[0.1]] * 4 + [[0.9]] * 4))
+    zeros = {}
+    for method in ("wanda", "moe-pruner"):
+        pruned = copy.deepcopy(model)
+        with pytest.warns(UserWarning, match="no input reached"):  # the other experts
+            macko.prune_(pruned, 0.5, method, calibration=[batch], progress=False)
+        zeros[method] = (pruned.experts.gate_up_proj[0] == 0).all(0)  # type: ignore[union-attr, index]
+    assert zeros["wanda"].nonzero().flatten().tolist() == list(range(half, HIDDEN))
+    assert zeros["moe-pruner"].nonzero().flatten().tolist() == list(range(half))
 
 
 @torch.no_grad()
@@ -385,6 +449,46 @@ def test_sparse_experts_are_saved_one_by_one_and_read_again(kind: str, tmp_path:
     assert all(torch.equal(keys[key], more[key]) for key in keys)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("format", ["auto", "dense12"])
+def test_converted_there_and_back(
+    format: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(kind, 0.6 if format == "auto" else 0.0)
+    model.save_pretrained(tmp_path / "dense")
+    model.set_experts_implementation("grouped_mm")
+    wanted = logits(model)
+    dense, packed, back = (str(tmp_path / name) for name in ("dense", "packed", "back"))
+    assert main(["convert", dense, packed, "--format", format]) == 0
+    before = tensors_of(tmp_path / "dense")
+    keys = tensors_of(tmp_path / "packed")
+    assert any(re.search(r"model\.layers\.1\.mlp\.experts\.3\.gate_proj\.", key) for key in keys)
+    assert not any(key in keys for key in before if ".experts." in key and keys.get(key, torch.ones(1)).numel())
+    read = load(tmp_path / "packed")
+    assert torch.equal(logits(read), wanted)
+    assert len(sparse_of(read)) == (2 if format == "auto" else 0)  # dense12 is for GPUs, and this is a CPU
+    monkeypatch.setattr("macko.integrations.transformers.is_held_packed", lambda weight, device: True)
+    on_gpus = load(tmp_path / "packed")
+    assert len(sparse_of(on_gpus)) == 2
+    held = {stack.packed.format for module in sparse_of(on_gpus) for stack in module.packed_stacks().values()}
+    assert held == {"dense12"} if format == "dense12" else held <= {"tile", "sparse11"}
+    assert torch.equal(logits(on_gpus), wanted)
+    assert main(["convert", packed, back, "--to", "dense"]) == 0
+    after = tensors_of(tmp_path / "back")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key] + 0.0) for key in before)
+    assert "dense again" in capsys.readouterr().out
+
+
+def test_back_to_one_tensor_of_all_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of("gpt_oss", 0.6)
+    macko.sparsify_(model, progress=False)
+    model.save_pretrained(tmp_path / "packed")
+    assert main(["convert", str(tmp_path / "packed"), str(tmp_path / "back"), "--to", "dense"]) == 1
+    assert "a dense GptOssForCausalLM has the experts of model.layers.0.mlp.experts in one" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
 def test_experts_that_lack_zeros_stay_dense_as_they_are_read(tmp_path: Path) -> None:
     model = model_of("mixtral")
     with torch.no_grad():
@@ -408,3 +512,100 @@ def test_save_model_refuses_sparse_experts_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts holds packed experts, which save_pretrained"):
         macko.save_model(model, tmp_path / "file.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])  # of matrices one by one, and of one tensor
+def test_inspect_counts_what_one_table_lists_and_what_one_a_matrix(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(kind)
+    stacks, elements, one, each = [], 0, 0, 0
+    with torch.no_grad():
+        for experts in filter(is_experts, model.modules()):
+            for key in projections(experts):
+                w = oriented(experts, key)
+                w *= 2.0 ** (torch.arange(len(w)) * -4)[:, None, None]  # experts of other sizes than each other
+                stacks.append(w)
+                one, elements = one + outside_table(w, signed=False)[0], elements + w.numel()
+                of_one = w.chunk(2, 1) if key == "gate_up_proj" and kind == "mixtral" else [w]
+                each += sum(outside_table(m, signed=False)[0] for part in of_one for m in part)
+    model.save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path), "--gpu", "NVIDIA H200"]) == 0
+    said = capsys.readouterr().out
+    assert one > 2 * each > 0
+    assert f"dense12 lists {one / elements:.4%} of their weights with one table for all of a projection" in said
+    assert f"would list {each / elements:.4%} with one for each matrix, at most" in said
+    rows = [line for line in said.splitlines() if ".experts.*." in line]
+    assert len(rows) == 4
+    assert sum(" x " in row for row in rows) == 4
+
+
+# ---- Several processes -----------------------------------------------------------------------------------------------
+
+PARALLEL = """
+import os, sys
+import pytest, torch
+import torch.distributed as dist
+import macko
+from macko.nn.experts import SparseExperts
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+dense, by_expert, store, rank = *sys.argv[1:4], int(sys.argv[4])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+def load(folder, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager", **options)
+    return model.eval()
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.arange(3, 36).view(3, 11), use_cache=False).logits
+
+config = {"quantization_config": macko.MackoConfig(format="dense12", ignore=("lm_head", "q_proj", "o_proj"))}
+whole = load(dense).model.layers[1].mlp.experts
+for how in ({"tp_size": 2}, {"tp_size": 2, "ep_size": 2}):
+    asked = {"distributed_config": DistributedConfig(**how)}
+    wanted = logits(load(dense, **asked))
+    model = load(dense, **asked, **config)
+    found = [module for module in model.modules() if isinstance(module, SparseExperts)]
+    assert len(found) == 2, how
+    assert torch.equal(logits(model), wanted), how  # the same sums in the same order, of the same products
+    gate, up = whole.gate_up_proj.chunk(2, 1)
+    if "ep_size" in how:
+        own, down = (part.chunk(2)[rank] for part in (whole.gate_up_proj, whole.down_proj))
+    else:
+        own = torch.cat([gate.chunk(2, 1)[rank], up.chunk(2, 1)[rank]], 1)
+        down = whole.down_proj.chunk(2, 2)[rank]
+    assert torch.equal(found[1].gate_up_proj, own) and torch.equal(found[1].down_proj, down), how
+    out = model.generate(torch.arange(3, 9)[None], max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert out.shape == (1, 10)
+    with pytest.raises(ValueError, match="layers.0.mlp.experts holds one process' part of packed experts"):
+        model.save_pretrained(f"{store}.saved")
+    with pytest.raises(ValueError, match="hold its experts packed one by one, of which no process gets a part yet"):
+        load(by_expert, **asked)
+    ignore = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+    report = macko.sparsify_(load(dense, **asked), format="dense12", ignore=ignore, progress=False)
+    reasons = {row.reason for row in report if row.name.endswith("gate_up_proj")}
+    assert "its weight is a DTensor: load the model with a macko.MackoConfig" in " ".join(reasons)
+    dist.barrier()
+os._exit(0)  # in some runs the end of gloo's threads aborts a rank that has done all (torch 2.13)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="of transformers before 5.23"
+)
+def test_two_processes_have_parts_of_experts_and_whole_ones(tmp_path: Path) -> None:
+    """Tensor parallelism cuts each expert, expert parallelism gives a process half of them: dense's logits."""
+    torch.manual_seed(0)
+    sizes = {**COMMON, "hidden_size": 256, **MODELS["mixtral"], "intermediate_size": 512}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("mixtral", **sizes), dtype=torch.bfloat16
+    )
+    model.save_pretrained(tmp_path / "dense")
+    macko.prune_(model, 0.6, progress=False)
+    macko.sparsify_(model, progress=False)
+    model.save_pretrained(tmp_path / "by expert")
+    two_processes(PARALLEL, str(tmp_path / "dense"), str(tmp_path / "by expert"), str(tmp_path / "store"))

@@ -72,6 +72,16 @@ def test_a_name_that_is_taken_is_refused(name: str) -> None:
 
 
 @pytest.mark.gpu
+def test_code_for_7_5_says_that_it_has_no_slabs() -> None:
+    if _library.code_capability() >= (8, 0):
+        pytest.skip("the library has code of 8.0 for this GPU")
+    tile = FORMATS["tile"].from_dense(random_weight(64, 256, 0.5, torch.float16).cuda())
+    for call in (tile.to_dense, lambda: tile.linear(torch.ones(1, 256, device="cuda").half())):
+        with pytest.raises(RuntimeError, match=r"slabs need a GPU of compute capability 8\.0"):
+            call()
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
 @pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if "cuda" in format.device_types])
 def test_second_gpu(name: str) -> None:
@@ -496,7 +506,7 @@ def test_shapes_that_compile_expects_are_those_of_what_is_packed(device: str) ->
     torch.library.opcheck(torch.ops.macko.pack, (w, EcWeight.number, [0, 8, 1, 128, 8192, 128, 1]))
     torch.library.opcheck(torch.ops.macko.pack, (w.bfloat16(), Dense12Weight.number, []), test_utils="test_faketensor")
     for kind in FORMATS.values():
-        if kind.is_layout and device in kind.device_types:
+        if kind.is_layout and kind.runs(torch.device(device), w.dtype, 300):
             cut = [0, 0, 0] if kind is SellWeight else []
             # Not whether compiled code gives the same: bits of gaps and masks are NaN as numbers.
             torch.library.opcheck(

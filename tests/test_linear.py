@@ -532,7 +532,7 @@ def test_compiled_as_one_node_for_every_number_of_tokens(device: str) -> None:
     layers = {
         name: SparseLinear.from_linear(dense, name)
         for name, kind in FORMATS.items()
-        if device in kind.device_types and dense.weight.dtype in kind.dtypes
+        if kind.runs(torch.device(device), dense.weight.dtype, COLS)
     }
     graphs: list[list[str]] = []
 

@@ -113,6 +113,7 @@ def integer_siblings(
 
 
 @pytest.mark.gpu
+@pytest.mark.sm80
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("rows", [(8000, 704, 300), (4096, 512, 512)])
 @pytest.mark.parametrize("tokens", [2, 8, 17, 33, 64, 65, 512])
@@ -133,6 +134,7 @@ def test_tile_stores_each_part_by_itself(tokens: int, rows: tuple[int, ...], com
 
 
 @pytest.mark.gpu
+@pytest.mark.sm80
 def test_parts_that_cut_row_blocks_are_slices() -> None:
     attention, x, wanted = integer_siblings(512, "tile", (8000, 700, 304))
     for name, y in wanted.items():
@@ -188,6 +190,7 @@ def test_the_op_of_parts(device: str, weight: type[MackoWeight] | type[SellWeigh
             op(x.requires_grad_(), *packed.packed, [96])[0].sum().backward()
 
 
+@pytest.mark.sm80
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(("rows", "own"), [((128, 64, 32), True), ((96, 64, 64), False)])
 def test_parts_of_dense12(device: str, rows: tuple[int, ...], own: bool) -> None:

@@ -19,6 +19,7 @@ import macko
 from macko import SparseLinear
 from macko.nn.experts import PackedStack
 from macko.nn.offload import OffloadableLinear, check_offloadable
+from macko.weights import FORMATS
 from tests.common import assert_same_bits, random_weight
 from tests.tiny_diffusion import needs_diffusers
 
@@ -384,3 +385,85 @@ def test_group_offload_with_a_stream_leaves_no_packed_byte(on_gpu: set[int]) -> 
             assert_same_bits(block(X), wanted)
         group.offload_()
         assert held_there(block, on_gpu) == 0
+
+
+# ---- A GPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 64, 512])
+@pytest.mark.parametrize("writer", ["kernel", "captured kernel", "copy", "stream"])
+def test_a_product_reads_what_was_written_just_before_it(writer: str, tokens: int) -> None:
+    """Products fetch weights before the kernel before them in the stream has ended (PDL)."""
+    torch.manual_seed(0)
+    w = (torch.randn(4096, 4096, device="cuda") / 64).bfloat16()
+    x = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+    weights = [FORMATS["dense12"].from_dense(one) for one in (w, w.flip(0).contiguous())]  # of the same table
+    wanted = [weight.linear(x) for weight in weights]
+    assert not torch.equal(*wanted)
+    layer = SparseLinear.from_packed(weights[0])
+    macko.offloadable_(nn.Sequential(layer))
+    held = layer.get_parameter("data")
+    contents = [weight.tensors()["data"].view(torch.uint8) for weight in weights]
+    assert contents[0].shape == contents[1].shape == held.shape
+    held.data = contents[0].clone()
+    changed, pinned = contents[0] ^ contents[1], [content.cpu().pin_memory() for content in contents]
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def write(which: int) -> None:
+        if writer == "stream":
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(200_000)
+                held.data = pinned[which].to("cuda", non_blocking=True)
+            held.data.record_stream(main)
+            main.wait_stream(side)
+        elif writer == "copy":
+            held.data.copy_(contents[which])
+        else:
+            torch.bitwise_xor(held.data, changed, out=held.data)
+
+    with torch.no_grad():
+        if writer == "captured kernel":
+            layer(x)
+            graph, made = torch.cuda.CUDAGraph(), []
+            with torch.cuda.graph(graph):
+                for which in (1, 0):
+                    write(which)
+                    made.append(layer(x))
+            for _ in range(50):
+                graph.replay()
+                assert_same_bits(made[0], wanted[1])
+                assert_same_bits(made[1], wanted[0])
+            return
+        outputs = []
+        for turn in range(1, 101):
+            torch.cuda._sleep(200_000)  # so that both wait in the stream, and the product may begin early
+            write(turn % 2)
+            outputs.append(layer(x))
+    for turn, y in enumerate(outputs, 1):
+        assert_same_bits(y, wanted[turn % 2])
+
+
+@pytest.mark.gpu
+@needs_diffusers
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_group_offload_on_a_gpu(stream: bool, record: bool) -> None:
+    if record and not stream:
+        pytest.skip("there is no stream to record")
+    hooks = importlib.import_module("diffusers.hooks")
+    _, model = models()
+    model.cuda()
+    x = X.cuda()
+    with torch.no_grad():
+        wanted = model(x)
+        macko.offloadable_(model.cpu())
+        hooks.apply_group_offloading(
+            model, onload_device=torch.device("cuda"), offload_device=CPU, offload_type="block_level",
+            num_blocks_per_group=1, use_stream=stream, record_stream=record,
+        )  # fmt: skip
+        for _ in range(20):
+            assert_same_bits(model(x), wanted)
+    torch.cuda.synchronize()
+    assert packed_places(model.blocks) == {"cpu"}

@@ -237,4 +237,4 @@ def test_memcheck_looks_at_our_kernels(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(sanitize.ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     said = subprocess.run(command, env=environment, capture_output=True, text=True)
     found = [report for report in sanitize.reports(log.read_text()) if sanitize.is_ours(report)]
-    assert any("Invalid __global__ read" in report and "spmv_cuda.cu" in report for report in found), said.stderr
+    assert any("Invalid __global__ read" in report and "spmv" in report for report in found), said.stderr

@@ -27,9 +27,17 @@ from tests import reference
 from tests.common import HALVES, Plan, assert_same_bits, device_dtypes, devices, needs_capture
 from tests.layouts import LAYOUTS
 
+pytestmark = pytest.mark.sm80
+
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 TYPES = (INT8, FP8, torch.float16, torch.bfloat16)
 PATTERNS = (0, 2, 3, 4, 5, 6, 8)
+
+
+def multiplied(device: str, *dtypes: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Those of which the device has products: float8's from compute capability 8.9 on. Skips where there is none."""
+    found = tuple(dtype for dtype in dtypes if SlideWeight.runs(torch.device(device), dtype))
+    return found or pytest.skip(f"this GPU's code has no products of {dtypes}")
 
 
 def all_masks(n: int) -> Tensor:
@@ -205,6 +213,7 @@ def test_tokens_of_special_numbers(device: str, source: torch.dtype) -> None:
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", [INT8, FP8])
 def test_nan_and_inf_stay_in_their_token(dtype: torch.dtype, device: str) -> None:
+    multiplied(device, dtype)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).half()
     x[1, 3], x[3, 9] = float("nan"), float("inf")
     weights = ops.slide_pack(weight(40, 64, 4, torch.float16).to(device), 4, dtype)[:2]
@@ -222,6 +231,7 @@ SIZES = [(1, 8, 8), (1, 1, 1), (16, 64, 128), (17, 200, 384), (37, 520, 1000), (
 @pytest.mark.parametrize("n", PATTERNS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_integer_products_are_exact(dtype: torch.dtype, n: int, device: str) -> None:
+    multiplied(device, dtype)
     for tokens, rows, cols in SIZES if device == "cuda" or (n, dtype) == (4, INT8) else SIZES[:6]:
         # Sums stay within what fp32, and what float8's tensor cores, count exactly; the output rounds once.
         few = {INT8: cols, FP8: 200}.get(dtype, 1000)
@@ -253,6 +263,7 @@ def test_integer_products_are_exact(dtype: torch.dtype, n: int, device: str) -> 
 @pytest.mark.parametrize("n", [0, 4])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_tile(dtype: torch.dtype, n: int, tile: str, plan: Plan) -> None:
+    multiplied("cuda", dtype)
     plan(f"slide_tile={tile}")
     of_tile = int(tile.split("x")[1])
     # Small tiles: long enough for two and four blocks to share one, and short. Large: several tiles of a block, too.
@@ -359,7 +370,7 @@ def test_linear_within_its_bound(n: int, source: torch.dtype, device: str) -> No
         w = weight(rows, cols, n, source)
         x = torch.randn(2, tokens, cols, generator=torch.Generator().manual_seed(1)).to(source)
         bias = torch.randn(rows, generator=torch.Generator().manual_seed(2)).to(source)
-        for dtype in (INT8, FP8, *([source] if source in HALVES else [])):
+        for dtype in multiplied(device, INT8, FP8, *([source] if source in HALVES else [])):
             packed = ops.slide_pack(w.to(device), n, dtype)[:2]
             y = ops.slide_linear(x.to(device), *packed, cols, n, dtype, bias.to(device))
             assert y.shape == (2, tokens, rows)
@@ -468,6 +479,7 @@ def test_gradient_is_that_of_the_dequantised_weight() -> None:
 @needs_capture
 @pytest.mark.parametrize("dtype", [INT8, FP8, torch.bfloat16])
 def test_captured_and_compiled(dtype: torch.dtype) -> None:
+    multiplied("cuda", dtype)
     w = weight(264, 512, 4, torch.bfloat16).cuda()
     packed, scale, _ = ops.slide_pack(w, 4, dtype)
     x = torch.randn(70, 512, device="cuda").bfloat16()
@@ -504,6 +516,7 @@ def test_sparsest_pattern() -> None:
 @pytest.mark.parametrize("element", range(4))
 @pytest.mark.parametrize("n", [0, 2, 4])
 def test_packed_weight(n: int, element: int, device: str) -> None:
+    multiplied(device, SLIDE_ELEMENTS[element])
     dtype = source_of(SLIDE_ELEMENTS[element])
     w = weight(72, 130, n, dtype).to(device)
     packed = SlideWeight.from_dense(w, n, element)
@@ -658,27 +671,28 @@ def test_the_faster_kernel_at_these_tokens_is_taken(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("capability", [(8, 6), (8, 9), (9, 0), (12, 0)])
 def test_nobody_measured_this_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The kernel for other GPUs than 9.0 is not tuned: only 2:4 is taken on trust, and a table of the user's counts."""
+    """Of the kernel for other GPUs than 9.0 what was measured on a 9.0 is taken, and a table of the user's counts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     times.times.cache_clear()
 
-    def packed_as(n: int, pattern: str) -> tuple[str, str]:
-        options, w = Options(f"slide {pattern}", 2048, values="int8"), weight(128, 480, n, torch.float16)
+    def packed_as(n: int, pattern: str, tokens: int = 2048) -> tuple[str, str]:
+        options, w = Options(f"slide {pattern}", tokens, values="int8"), weight(128, 480, n, torch.float16)
         packed = pack(FakeDevice(w), options)
         return packed.label, choose.slide_note(FakeDevice(w), packed, options)
 
     assert packed_as(2, "2:4") == packed_as(2, "auto") == ("slide 2:4 int8", "")
     for n, pattern in ((3, "4:6"), (4, "6:8"), (5, "8:10"), (8, "14:16")):
         for asked in (pattern, "auto"):
-            label, note = packed_as(n, asked)
-            if capability == (9, 0):
-                assert (label, note) == (f"slide {pattern} int8", "")
-            else:
-                assert label == "slide dense int8"
-                where = f"nobody measured {pattern} int8 on Some GPU, whose kernel is not tuned"
-                assert note == f"{where}; `macko tune` measures it"
+            for tokens in (512, 2048):
+                label, note = packed_as(n, asked, tokens)
+                if capability == (9, 0) or (n <= 5 and tokens == 2048):
+                    assert (label, note) == (f"slide {pattern} int8", "")
+                else:
+                    assert label == "slide dense int8"
+                    where = f"nobody measured {pattern} int8 at {tokens} tokens on Some GPU"
+                    assert note == f"{where}; `macko tune` measures it"
     own = [gains(128, 480, {"1": 1.2}), gains(128, 480, {"1": 0.8}, "2:4")]
     times.write(times.cache_file("Some GPU"), "Some GPU", [], own, 0)
     times.times.cache_clear()
@@ -695,7 +709,7 @@ def test_report_says_why_a_pattern_is_held_dense(monkeypatch: pytest.MonkeyPatch
         with torch.no_grad():
             model[0].weight.copy_(weight(192, 256, 4, torch.float16))
         (row,) = macko.sparsify_(model, format="slide 6:8", values=dtype or "exact")
-        note = f"nobody measured 6:8 {dtype or 'float16'} on Some GPU, whose kernel is not tuned{advice}"
+        note = f"nobody measured 6:8 {dtype or 'float16'} at 2048 tokens on Some GPU{advice}"
         if dtype:
             assert (row.format, row.note, row.reason) == ("slide dense int8", note, "")
         else:  # a dense weight of 16 bits is not packed

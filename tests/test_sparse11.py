@@ -26,6 +26,7 @@ def weight(rows: int, cols: int, density: float = 0.5, listed: float = 0.005, dt
     return Sparse11(dtype, 0).source(rows, cols, density, rare=listed)
 
 
+@pytest.mark.sm80
 @pytest.mark.parametrize("device", devices())
 def test_a_layer_converts_back_and_moves(device: str) -> None:
     linear = nn.Linear(300, 96, bias=True, dtype=torch.bfloat16)

@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("lean", [False, True])
 def test_every_format_has_problems(lean: bool) -> None:
     found = {problem.name.partition(" ")[0] for problem in stress.problems(CPU, True, 0, lean=lean)}
-    assert found == {"packing", "tile"} | {name for name, kind in FORMATS.items() if "cpu" in kind.device_types}
+    assert found == {"packing", "experts", "tile"} | {
+        name for name, kind in FORMATS.items() if "cpu" in kind.device_types
+    }
 
 
 def test_a_short_run_has_each_layout_and_another_seed_other_sizes() -> None:

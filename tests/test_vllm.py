@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -22,7 +23,7 @@ import pytest
 import torch
 
 import macko
-from macko.weights import MackoWeight
+from macko.weights import MackoWeight, Planes12Weight
 from tests.common import assert_same_bits, random_weight
 
 pytestmark = [
@@ -244,22 +245,64 @@ def test_an_adapter_on_packed_layers(run: Callable[..., Any], tmp_path: Path) ->
     assert_same(run("dense", tmp_path, quantization="macko", **options), wanted)
 
 
-def test_experts_stay_dense_and_that_is_said(run: Callable[..., Any], folders: Path) -> None:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+@pytest.fixture(scope="session")
+def mixtures(folders: Path) -> Path:
+    """NAME-dense, NAME-packed, and NAME-planes, its experts in planes; of two mixtures, half of their weights zero."""
+    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    sizes: dict[str, Any] = {
+        "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
+        "vocab_size": 500, "max_position_embeddings": 256, "tie_word_embeddings": False, "num_experts_per_tok": 2,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
     torch.manual_seed(1)
-    config = Qwen3MoeConfig(
-        hidden_size=256, intermediate_size=512, moe_intermediate_size=256, num_experts=4, num_experts_per_tok=2,
-        num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=32, vocab_size=500,
-        max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    macko.prune_(model, 0.5)
-    model.save_pretrained(folders / "experts")
-    got = run("experts", quantization="macko")
-    assert_same(got, run("experts"))
-    assert "model.layers.1.mlp.experts stays dense: macko packs linear layers, not experts" in got.log
-    assert "macko packs linear layers: " in got.log
+    models = {
+        "qwen": Qwen3MoeForCausalLM(Qwen3MoeConfig(moe_intermediate_size=512, num_experts=5, **sizes)),
+        "mixtral": MixtralForCausalLM(MixtralConfig(intermediate_size=512, num_local_experts=4, **sizes)),
+    }
+    for name, model in models.items():
+        model.to(torch.bfloat16)
+        with torch.no_grad():
+            for key, weight in model.named_parameters():
+                if weight.dim() > 1 and "embed" not in key:
+                    weight.mul_(4)  # so that the most likely token, and the experts, are clearly so
+        macko.prune_(model, 0.5, ignore=["gate"])
+        model.save_pretrained(folders / f"{name}-dense")
+        in_planes(folders / f"{name}-dense", folders / f"{name}-planes")
+        macko.sparsify_(model, ignore=["gate"])
+        model.save_pretrained(folders / f"{name}-packed")
+    return folders
+
+
+def in_planes(source: Path, target: Path) -> None:
+    """A folder whose experts are in planes, but one matrix of them."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    tensors, layers = load_file(source / "model.safetensors"), {}
+    for name in [name for name in tensors if ".experts." in name and "experts.1.gate" not in name]:
+        layer, planes = name.removesuffix(".weight"), Planes12Weight.from_dense(tensors[name])
+        layers[layer] = planes.about()
+        tensors |= {f"{layer}.{part}": tensor for part, tensor in planes.tensors().items()}
+        tensors[name] = planes.empty_weight()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "macko", "version": 2, "layers": layers}
+    (target / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", ["qwen", "mixtral"])
+@pytest.mark.parametrize("way", ["dense", "dense12", "packed", "planes"])
+def test_experts_are_packed(run: Callable[..., Any], mixtures: Path, name: str, way: str) -> None:
+    options: dict[str, Any] = {"quantization": "macko"} if way.startswith("dense") else {}
+    if way == "dense12":
+        options["hf_overrides"] = {"macko": {"format": "dense12", "ignore": []}}
+    got = run(f"{name}-{way}" if way != "dense12" else f"{name}-dense", **options)
+    assert_same(got, run(f"{name}-dense"), rounding=True)  # vLLM's own kernel of experts sums in another order
+    on_cpu = {"planes": "experts stays dense: dense products are faster here"}
+    kinds = {"dense12": "dense12", "planes": "dense12"}
+    packs = f"macko packs experts: {kinds.get(way, '')}"
+    assert (packs if torch.cuda.is_available() else on_cpu.get(way, packs)) in got.log
 
 
 def test_a_file_that_lacks_a_tensor_is_refused_by_the_name_of_the_layer(run: Callable[..., Any], folders: Path) -> None:
@@ -497,11 +540,241 @@ def test_what_a_group_of_straddles_two_ranks_stays_dense_by_name(monkeypatch: py
     ]
 
 
-def test_packed_experts_are_refused_by_name() -> None:
-    experts: Any = torch.nn.Module()
-    experts.moe_config = None
-    with pytest.raises(ValueError, match=r"a\.experts\.3\.up_proj is packed, and macko has no kernels for experts"):
-        config_of({"a.experts.3.up_proj": ABOUT}).get_quant_method(experts, "a.experts")
+# ---- Experts ---------------------------------------------------------------------------------------------------------
+
+#: A mixture of five experts, 2 a token: hidden, and the inner size, of which each of two ranks has a slab's columns.
+EXPERTS, HIDDEN, INNER = 5, 256, 512
+#: How a rank is told its part: alone, its rows and columns of each expert, or some experts whole.
+RANKS = {"alone": {}, "tp": {"tp_size": 2}, "ep": {"ep_size": 2, "use_ep": True}}
+
+
+def routed(config: Any, how: str = "alone", rank: int = 0, name: str = "b.0.mlp.experts", **more: Any) -> Any:
+    """vLLM's layer of experts, with nothing loaded.
+
+    Args:
+        more: of its own arguments, of FusedMoEConfig's, or of the ranks'.
+    """
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+
+    here = {key.replace("size", "rank"): rank for key in RANKS[how] if "size" in key}
+    of_ranks = {key: more.pop(key) for key in ("enable_eplb", "dp_size") if key in more}
+    parallel = FusedMoEParallelConfig.make_no_parallel()
+    parallel = dataclasses.replace(parallel, **RANKS[how], **here, **of_ranks)
+    own = {key: more.pop(key) for key in ("apply_router_weight_on_input", "swiglu_limit") if key in more}
+    manager = ExpertMapManager(
+        max_num_batched_tokens=64, top_k=2, global_num_experts=EXPERTS, num_redundant_experts=0, num_expert_group=None,
+        moe_parallel_config=parallel, placement_strategy="linear", enable_eplb=False,
+    )  # fmt: skip
+    about: dict[str, Any] = {
+        "num_experts": EXPERTS, "num_logical_experts": EXPERTS, "num_local_experts": manager.local_num_experts,
+        "experts_per_token": 2, "hidden_dim": HIDDEN, "intermediate_size": INNER, "moe_parallel_config": parallel,
+        "in_dtype": torch.bfloat16, "activation": MoEActivation.SILU, "device": "cpu",
+        "routing_method": RoutingMethodType.Renormalize,
+    }  # fmt: skip
+    with set_current_vllm_config(VllmConfig()):
+        moe = FusedMoEConfig(**{**about, **more})
+        return RoutedExperts(name, torch.bfloat16, moe, config, expert_map_manager=manager, **own)
+
+
+def expert_weights(density: float = 0.5) -> dict[str, torch.Tensor]:
+    """By number and projection: normal, with exponents as trained weights have them."""
+    sizes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    names = {f"{e}.{key}": size for e in range(EXPERTS) for key, size in sizes.items()}
+    made = {name: (torch.randn(size) * 0.05).bfloat16() for name, size in names.items()}
+    return {name: weight.masked_fill(torch.rand(weight.shape) >= density, 0) for name, weight in made.items()}
+
+
+def packed_tensors(weights: dict[str, torch.Tensor], kind: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What config.json says of experts, of each matrix but the first of expert 1 in this format, and their tensors."""
+    layers, tensors = {}, {}
+    for key, weight in weights.items():
+        if key == "1.gate_proj":
+            tensors[f"{key}.weight"] = weight
+            continue
+        packed = kind.from_dense(weight)
+        layers[f"b.0.mlp.experts.{key}"] = packed.about()
+        tensors |= {f"{key}.{part}": tensor for part, tensor in packed.tensors().items()}
+        tensors[f"{key}.weight"] = packed.empty_weight()
+    return layers, tensors
+
+
+def routing(tokens: int = 7) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, of each two experts, of which the last one has none, and their weights."""
+    x = torch.randn(tokens, HIDDEN).bfloat16()
+    ids = torch.stack([torch.randperm(EXPERTS - 1)[:2] for _ in range(tokens)]).int()
+    return x, ids, torch.rand(tokens, 2)
+
+
+def assert_near_dense(parts: list[torch.Tensor], weights: dict[str, torch.Tensor], given: Any) -> None:
+    """What ranks give, together, against float64 of the same weights, within roundings of what is between."""
+    x, ids, p = given
+    for token, experts in enumerate(ids.tolist()):
+        wanted, bound = torch.zeros(HIDDEN, dtype=torch.float64), torch.zeros(HIDDEN, dtype=torch.float64)
+        for slot, e in enumerate(experts):
+            gate, up, down = (weights[f"{e}.{key}"].double() for key in ("gate_proj", "up_proj", "down_proj"))
+            h = torch.nn.functional.silu(gate @ x[token].double()) * (up @ x[token].double())
+            wanted += p[token, slot].double() * (down @ h)
+            # Gate, up, silu's result and their product are rounded, and the output.
+            bound += p[token, slot].double() * (down.abs() @ h.abs())
+        got = sum(part[token].double() for part in parts)
+        assert ((got - wanted).abs() <= 8 * 2**-8 * bound).all()
+
+
+@pytest.mark.parametrize("how", RANKS)
+@pytest.mark.parametrize("way", ["sparse arriving", "dense12 arriving", "packed", "planes"])
+def test_ranks_of_experts_add_up_to_the_dense_ones(way: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from macko.integrations import vllm_experts
+
+    monkeypatch.setattr(vllm_experts, "_gains", lambda device: True)
+    torch.manual_seed(0)
+    weights, given = expert_weights(), routing()
+    tensors, config = {f"{key}.weight": w for key, w in weights.items()}, config_of({}, format="dense12", ignore=[])
+    if way == "sparse arriving":
+        config = config_of({})
+    elif way in ("packed", "planes"):
+        layers, tensors = packed_tensors(weights, MackoWeight if way == "packed" else Planes12Weight)
+        config = config_of(layers)
+    parts = []
+    for rank in range(1 if how == "alone" else 2):
+        layer = routed(config, how, rank)
+        loaded = set(layer.load_weights(sorted(tensors.items())))
+        assert loaded
+        layer.quant_method.process_weights_after_loading(layer)
+        wanted = {"sparse arriving": "tile", "packed": "tile"}.get(way, "dense12")
+        assert {part.stack.packed.format for part in layer.children()} == {wanted}
+        assert not any(param.numel() for param in layer.parameters())
+        local = layer.macko_w2.stack.to_dense()
+        whole = torch.stack([weights[f"{e}.down_proj"] for e in range(EXPERTS)])
+        cut = {"alone": whole, "tp": whole.chunk(2, 2)[rank], "ep": whole[:3] if rank == 0 else whole[3:]}[how]
+        assert_same_bits(local, cut.contiguous())
+        parts.append(layer.quant_method.apply(layer, *(given[i] for i in (0, 2, 1)), None, None))
+    assert_near_dense(parts, weights, given)
+
+
+@pytest.mark.parametrize("format", ["auto", "dense12"])
+def test_experts_one_by_one_give_what_the_stack_gives(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from macko.integrations import vllm_experts
+
+    torch.manual_seed(0)
+    weights, given = expert_weights(), routing(40)
+    layer = routed(config_of({}, format=format))
+    assert list(layer.load_weights((f"{key}.weight", w) for key, w in weights.items()))
+    x, ids, p = given
+    method = layer.quant_method
+    at_once = method.apply(layer, x, p, ids, None, None)
+    monkeypatch.setattr(vllm_experts, "MANY", 16)
+    method.look_at_each(layer)
+    sizes, one_by_one = [], vllm_experts.one_by_one
+    monkeypatch.setattr(vllm_experts, "one_by_one", lambda *args: sizes.append(len(args[2])) or one_by_one(*args))
+    for tokens in (39, 40):  # of 5 experts
+        got = method.apply(layer, x[:tokens], p[:tokens], ids[:tokens], None, None)
+        assert_same_bits(got, at_once[:tokens])
+    assert sizes == [80]
+
+
+def test_experts_that_gain_nothing_stay_dense_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("macko.integrations.vllm_experts.logger.info", lambda text, *args: said.append(text % args))
+    for how in ("alone", "tp"):
+        layer = routed(config_of({}), how)
+        assert list(layer.load_weights((f"{key}.weight", w) for key, w in expert_weights(1.0).items()))
+        assert type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod"
+    reason = "b.0.mlp.experts stays dense: under 25% sparse it would not pay"
+    assert said == [reason, f"{reason} (with --enable-expert-parallel a rank has whole experts)"]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"has_bias": True}, "its experts have biases"),
+        ({"apply_router_weight_on_input": True}, "weights of the routing go to the input"),
+        ({"swiglu_limit": 7.0}, "its gate is clamped"),
+    ],
+)
+def test_experts_that_do_more_stay_dense_by_name(more: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("macko.integrations.vllm_experts.logger.info", lambda text, *args: said.append(text % args))
+    assert type(routed(config_of({}), **more).quant_method).__name__ == "UnquantizedFusedMoEMethod"
+    assert said == [f"b.0.mlp.experts stays dense: {reason}"]
+    with pytest.raises(ValueError, match=f"b.0.mlp.experts is packed, and {reason}, which macko does not do in vLLM"):
+        routed(config_of({"b.0.mlp.experts.3.up_proj": ABOUT}), **more)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("more", "option"),
+    [
+        ({"is_lora_enabled": True}, "--enable-lora"),
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"dp_size": 2}, r"--data-parallel-size \(all2all\)"),
+    ],
+)
+def test_what_experts_do_not_go_with_is_refused_by_name(more: Any, option: str, is_packed: bool) -> None:
+    config = config_of({"b.0.mlp.experts.3.up_proj": ABOUT} if is_packed else {})
+    with pytest.raises(ValueError, match=f"b.0.mlp.experts: packed experts do not go with {option}: serve without it"):
+        routed(config, **more)
+    if not is_packed:
+        layer = routed(config_of({}, ignore=["experts"]), **more)
+        assert type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod"
+
+
+def test_experts_whose_sizes_vllm_fills_up_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+
+    said: list[str] = []
+    monkeypatch.setattr("macko.integrations.vllm_experts.logger.info", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "maybe_roundup_sizes", lambda self, h, i, *more: (h, 640))
+    filled = r"vLLM's own kernel fills \(256, 512\) up to \(256, 640\)"
+    layer = routed(config_of({}, format="dense12"))
+    method, weights = layer.quant_method, {"w13_weight": (EXPERTS, 1280, HIDDEN), "w2_weight": (EXPERTS, HIDDEN, 640)}
+    for key, size in weights.items():
+        setattr(layer, key, torch.nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)))
+    method.process_weights_after_loading(layer)
+    assert re.fullmatch(f"b.0.mlp.experts stays dense: {filled}", said[0])
+    assert layer.quant_method is method.dense
+    with pytest.raises(ValueError, match=f"b.0.mlp.experts is packed, and {filled}: choose another --moe-backend"):
+        routed(config_of({"b.0.mlp.experts.3.up_proj": ABOUT}))
+
+
+def test_packed_experts_are_found_where_a_model_has_another_name_for_their_block() -> None:
+    """Mixtral: mlp.experts.0.gate_proj in config.json, block_sparse_moe in files and in vLLM, w1 in dense files."""
+    weights = expert_weights()
+    layers, tensors = packed_tensors(weights, MackoWeight)
+    others = {"b.0.q_proj": ABOUT, "b.01.mlp.experts.0.up_proj": ABOUT, "b.0.mlp.shared_experts.up_proj": ABOUT}
+    layer = routed(config_of(layers | others), name="b.0.block_sparse_moe.experts")
+    assert set(layer.quant_method.packed) == {key.removeprefix("b.0.mlp.experts.") for key in layers}
+    assert list(layer.load_weights(tensors.items()))
+    layer.quant_method.process_weights_after_loading(layer)
+    got = layer.macko_w13.stack.to_dense()[2]
+    assert_same_bits(got, torch.cat([weights["2.gate_proj"], weights["2.up_proj"]]))
+
+
+def test_experts_of_which_something_lacks_or_is_twice_are_refused_by_name() -> None:
+    layers, tensors = packed_tensors(expert_weights(), MackoWeight)
+    layer = routed(config_of(layers))
+    lacking = {key: tensor for key, tensor in tensors.items() if key != "3.up_proj.values"}
+    assert list(layer.load_weights(lacking.items()))
+    with pytest.raises(
+        ValueError, match=r"b\.0\.mlp\.experts: the checkpoint has no 3\.up_proj\.values, or not all of it"
+    ):
+        layer.quant_method.process_weights_after_loading(layer)
+    for key, tensor, reason in (
+        ("3.up_proj.weight", torch.ones(2, 2), r"3\.up_proj: the files hold its weight packed, and a dense one too"),
+        (
+            "1.gate_proj.values",
+            torch.ones(2),
+            r"1\.gate_proj: the files have values of it, and config\.json has it dense",
+        ),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            list(routed(config_of(layers)).load_weights([(key, tensor)]))
+    tensors["2.down_proj.weight"], layers["b.0.mlp.experts.2.down_proj"] = tensors["2.down_proj.weight"], ABOUT
+    with pytest.raises(ValueError, match=r"b\.0\.mlp\.experts\.2\.down_proj: "):
+        list(routed(config_of(layers)).load_weights(tensors.items()))
 
 
 def test_options_that_nobody_knows_are_refused() -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 import macko
 from benchmarks.timing import append_jsonl, commit
-from macko import FORMATS, EcWeight, MackoWeight, _library
+from macko import FORMATS, EcWeight, MackoWeight, _library, ops
 from macko.weights import (
     ByteWeight,
     Dense12Weight,
@@ -75,6 +75,7 @@ KNOBS: dict[str, Sequence[str]] = {
     "sell": ("", *FEW_SMS, OLD_COPIES, "stream_tokens=1000000"),
     "tile": ("", *FEW_SMS, OLD_COPIES, *RINGS, *(f"tile_tokens=1000000,tile_gemm={way}" for way in GEMM_WAYS)),
     "slide": ("", *FEW_SMS, OLD_COPIES),
+    "experts": ("", "sms=2", "shared_kb=99"),
     **dict.fromkeys(("dense12", "sparse11"), ("", *FEW_SMS, *RINGS, *(f"tile_gemm={way}" for way in OTHER_WAYS))),
     **dict.fromkeys(("dense8", "sparse8"), ("", *FEW_SMS, *RINGS, *(f"tile_gemm={way}" for way in GEMM_WAYS))),
 }
@@ -156,8 +157,8 @@ def packings(w: Tensor, small: bool) -> dict[str, Callable[[], PackedWeight]]:
         for bits in (0, *range(2, 7)) if small else (0,):
             made[f"sell {bits or 'chosen'} bits"] = partial(SellWeight.from_dense, w, gap_bits=bits)
     for kind in FORMATS.values():
-        runs = kind is TileWeight or w.device.type in kind.device_types  # tile's is dense rows on a CPU
-        if not runs or w.dtype not in kind.dtypes or kind in (MackoWeight, SellWeight, SlideWeight):
+        runs = kind.runs(w.device, w.dtype, w.shape[1]) or (kind is TileWeight and not w.is_cuda)  # by dense rows there
+        if not runs or kind in (MackoWeight, SellWeight, SlideWeight):
             continue
         if issubclass(kind, ByteWeight):  # scales of 1: with others sums are rounded, and not as integers are
             for name, codes in zip(KINDS, TYPES, strict=True):
@@ -261,11 +262,33 @@ def cases_of(
         yield case("dense", packed.to_dense, w)
 
 
+#: Experts, and tokens of each: none, some, and more than a tile.
+EXPERTS, ROUTINGS = 4, ((1, 0, 2, 5), (0, 70, 0, 30))
+
+
+def expert_cases(
+    name: str, make: Callable[[], PackedWeight], w: Tensor, random: torch.Generator, placed: Callable[[Tensor], Tensor]
+) -> list[Case]:
+    """Products with w [experts, rows, cols], which make() packs as one matrix; two tokens are of no expert."""
+    packed, cases = make(), []
+    packed = dataclasses.replace(packed, **{k: placed(t) for k, t in packed.tensors().items()})  # type: ignore[type-var]
+    for counts in ROUTINGS:
+        x = integers((sum(counts) + 2, w.shape[2]), -1, 1, 1, random).to(w.dtype)
+        parts = [part.double() @ each.double().t() for part, each in zip(x.split([*counts, 2]), w, strict=False)]
+        wanted = torch.cat([*parts, parts[0].new_zeros(2, w.shape[1])]).to(w.dtype)
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(packed.device)
+        call = partial(ops.linear_experts, placed(x), *packed.packed, w.shape[1], placed(ends))
+        cases.append(Case(f"{name}, {sum(counts)} tokens", call, wanted.to(packed.device)))
+    return cases
+
+
 def packing_cases(w: Tensor, name: str, device: torch.device) -> list[Case]:
     """Packed on both devices; what lies on one only, as a large w does, is compared with itself."""
     there = w.to(device)
-    kinds = [kind for kind in FORMATS.values() if kind is TileWeight or "cuda" in kind.device_types]
-    kinds = [kind for kind in kinds if w.dtype in kind.dtypes and kind not in (SellWeight, SlideWeight)]
+    kinds = [kind for kind in FORMATS.values() if "cuda" in kind.device_types and w.dtype in kind.dtypes]
+    kinds = [kind for kind in kinds if kind not in (SellWeight, SlideWeight)]
+    if there.is_cuda:
+        kinds = [kind for kind in kinds if kind.runs(device, w.dtype)]
     packs = [(kind, bytes_of(kind.from_dense(w)).to(device)) for kind in kinds]
     if there.is_cuda:
         packs.append((SellWeight, bytes_of(SellWeight.from_dense(there))))
@@ -312,14 +335,15 @@ def problems(
         for name, (n, element, largest) in SLIDES.items():
             if SlideWeight.runs(device, torch.float8_e4m3fn if element == 1 else dtype):
                 made.append((name, partial(slide, w, n, element, largest, device), None, largest))
-        if dtype in Dense12Weight.dtypes:
+        if Dense12Weight.runs(device, dtype):
             made.append(("dense12 with a list", partial(with_list, w, random, device), None, 0))
         if lean and cols > LEAN_COLS:
             narrow = w[:, :LEAN_COLS].contiguous()
             made = [each for each in made if each[0].startswith(OTHER_KERNELS)]
             wide = packings(narrow.to(device), small).items()
             made += [(name, make, narrow, 0) for name, make in wide if not name.startswith(OTHER_KERNELS)]
-            made.append(("dense12 with a list", partial(with_list, narrow, random, device), None, 0))
+            if Dense12Weight.runs(device, dtype):
+                made.append(("dense12 with a list", partial(with_list, narrow, random, device), None, 0))
         for name, make, dense, largest in made:
             varied = device.type == "cuda" and ("sell" not in name or "chosen" in name)
             for keys in KNOBS.get(name.partition(" ")[0], ("",)) if varied else ("",):
@@ -328,6 +352,15 @@ def problems(
                 full = f"{name} {about} {keys}".rstrip()
                 yield Problem(full, keys, partial(cases, full, keys, make, dense, largest))
         yield Problem(f"packing {about}", "", partial(packing_cases, w, about, device))
+        if lean and cols > LEAN_COLS:
+            continue
+        stack = w[: rows // EXPERTS * EXPERTS].view(EXPERTS, -1, cols)
+        filled = torch.nn.functional.pad(stack, (0, 0, 0, -stack.shape[1] % PART_ROWS)).view(-1, cols)
+        for name, make in packings(filled.to(device), small).items():
+            if FORMATS[name.partition(" ")[0]].stacks:
+                for keys in KNOBS["experts"] if device.type == "cuda" else ("",):
+                    full = f"experts {name} {about} {keys}".rstrip()
+                    yield Problem(full, keys, partial(expert_cases, full, make, stack, random, put))
 
 
 def compared(case: Case, wrong: Tensor) -> Tensor:

@@ -1,22 +1,14 @@
-// The planes12 format's ops: check, allocate, call. Files are read and written by the CPU; macko/weights/planes.py lays such a
-// weight out on a GPU.
-#ifdef USE_CUDA
-#include "../torch/packed.h"
-namespace macko {
-const Registered planes12_layout({.name = "planes12",
-                                  .number = 10,
-                                  .tensors = 6,
-                                  .numbers = 1,
-                                  .instead = "is for files, held as dense12 on a GPU"});
-}
-#else
+// The planes12 format's ops: check, allocate, guard the device, call. Compiled once for the CPU and once for CUDA, where a
+// weight is only read: files are written by the CPU.
 #include <array>
 #include <mutex>
 #include <vector>
 
 #include "../slab/pack.h"
-#include "../torch/rows.h"
 #include "planes12.h"
+#ifndef USE_CUDA
+#include "../torch/rows.h"
+#endif
 
 namespace macko {
 
@@ -60,6 +52,22 @@ macko_planes12 matrix_of(const char *op, const Packed &p) {
             .dtype = macko_dtype(source)};
 }
 
+#ifdef USE_CUDA
+// A flag that kernels set, from 0 on; reading it waits for them.
+struct Flag {
+    Tensor there;
+
+    explicit Flag(const Tensor &like) : there(torch::stable::new_zeros(like, {1}, ScalarType::Long)) {
+    }
+    bool is_set() const {
+        int64_t here;
+        STD_CUDA_CHECK(
+            cudaMemcpyAsync(&here, there.const_data_ptr(), sizeof here, cudaMemcpyDeviceToHost, current_stream(there)));
+        STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(there)));
+        return here;
+    }
+};
+#else
 Made pack(const Tensor &w_any, const Ints &) {
     const char *op = "pack";
     check_backend(op, "w", w_any);
@@ -101,10 +109,20 @@ Made pack(const Tensor &w_any, const Ints &) {
     return {{low, high, table, row_ptr, columns, values}, {planes12_layout.number, m.rows, m.cols, m.dtype}};
 }
 
-Tensor dense(const Packed &p, bool) { // the list is looked at on the way
+#endif
+
+// The list is looked at on the way.
+Tensor dense(const Packed &p, [[maybe_unused]] bool check) {
     const macko_planes12 m = matrix_of("dense", p);
+    const DeviceOf guard(p[0]);
     Tensor w = torch::stable::new_empty(p[0], {m.rows, m.cols},
                                         m.dtype == MACKO_F16 ? ScalarType::Half : ScalarType::BFloat16);
+#ifdef USE_CUDA
+    Flag broken(p[0]);
+    STD_CUDA_CHECK(macko_planes12_unpack_cuda(&m, static_cast<uint16_t *>(w.mutable_data_ptr()),
+                                              writes<int64_t>(broken.there), current_stream(w)));
+    if (check && broken.is_set()) fail("dense", "row_ptr or columns point outside of the matrix");
+#else
     const macko_fault fault = first_fault(m.rows, m.cols, [&](int64_t begin, int64_t end) {
         return macko_planes12_unpack_cpu(&m, begin, end, static_cast<uint16_t *>(w.mutable_data_ptr()));
     });
@@ -112,13 +130,20 @@ Tensor dense(const Packed &p, bool) { // the list is looked at on the way
         fail("dense", "row_ptr[", fault.row, "] is ", fault.found, ", expected never to fall and at most ", m.listed);
     if (fault.kind)
         fail("dense", "columns[", fault.entry, "] is ", fault.found, ", the matrix has ", m.cols, " columns");
+#endif
     return w;
 }
 
 Tensor check(const Packed &p) {
     const macko_planes12 m = matrix_of("check", p);
-    const Tensor like = p[3];
-    Tensor found = new_fault(like);
+#ifdef USE_CUDA
+    const DeviceOf guard(p[0]);
+    Flag broken(p[0]);
+    STD_CUDA_CHECK(macko_planes12_check_cuda(&m, writes<int64_t>(broken.there), current_stream(p[0])));
+    if (broken.is_set()) return check_on_cpu(p); // which says what is wrong, and where
+    return torch::stable::new_zeros(p[0], {int64_t(sizeof(macko_fault) / 8)}, ScalarType::Long);
+#else
+    Tensor found = new_fault(p[3]);
     macko_fault *const fault = fault_in(found);
     *fault = macko_planes12_check_cpu(&m, 0, 0);
     const macko_fault of_rows =
@@ -126,6 +151,7 @@ Tensor check(const Packed &p) {
                     [&](int64_t begin, int64_t end) { return macko_planes12_check_cpu(&m, begin, end); });
     if (of_rows.kind) *fault = of_rows;
     return found;
+#endif
 }
 
 } // namespace
@@ -135,9 +161,10 @@ const Registered planes12_layout({.name = "planes12",
                                   .tensors = 6,
                                   .numbers = 1,
                                   .instead = "is for files: materialized() gives what is multiplied",
+#ifndef USE_CUDA
                                   .pack = pack,
+#endif
                                   .dense = dense,
                                   .check = check});
 
 } // namespace macko
-#endif

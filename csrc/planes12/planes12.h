@@ -16,6 +16,7 @@
 #define MACKO_PLANES12_H
 
 #include "../core/types.h"
+#include "../slab/slab.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -29,7 +30,7 @@ typedef struct macko_planes12 {
     macko_dtype dtype; /* MACKO_BF16 or MACKO_F16 */
 } macko_planes12;
 
-static inline int64_t macko_planes12_high_bytes(int64_t cols) {
+MACKO_SLAB_FN int64_t macko_planes12_high_bytes(int64_t cols) {
     return (cols + 1) / 2;
 }
 
@@ -61,6 +62,15 @@ enum {
 macko_fault macko_planes12_unpack_cpu(const macko_planes12 *m, int64_t begin, int64_t end, uint16_t *w);
 /* Rows [begin, end); of all rows the table too. */
 macko_fault macko_planes12_check_cpu(const macko_planes12 *m, int64_t begin, int64_t end);
+
+#ifdef MACKO_SLAB_CUDA
+/*
+ * CUDA, all rows, on `stream` of the current device; pointers are device pointers but for the struct. *broken becomes 1, and
+ * stays as it is where nothing is wrong: what is, the CPU says.
+ */
+cudaError_t macko_planes12_unpack_cuda(const macko_planes12 *m, uint16_t *w, int64_t *broken, cudaStream_t stream);
+cudaError_t macko_planes12_check_cuda(const macko_planes12 *m, int64_t *broken, cudaStream_t stream);
+#endif
 
 #ifdef __cplusplus
 }

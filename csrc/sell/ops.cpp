@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../core/device.h"
 #include "../core/knobs.h"
 #include "../macko/ops.h"
 #include "../torch/dense_rows.h"
@@ -75,9 +76,14 @@ void check_token(const char *op, const char *name, const Tensor &x, const Tensor
 }
 
 macko_path path_of(const macko_sell_matrix &m, int64_t tokens) {
+    device_info device{};
+    STD_CUDA_CHECK(current_device(&device));
     const int *limit = macko_knob(MACKO_KNOB_STREAM_TOKENS);
     return macko_sell_path(m.rows, m.cols, m.slots * macko_sell_slot_bytes(m.gap_bits), tokens,
-                           {.is_gpu = true, .has_limit = !!limit, .limit = limit ? *limit : 0});
+                           {.is_gpu = true,
+                            .has_bulk = macko_has_bulk_copies(device.major),
+                            .has_limit = !!limit,
+                            .limit = limit ? *limit : 0});
 }
 
 // y of a shape that holds tokens * m.rows elements = x W^T + bias, all checked; of one token also with a norm.

@@ -8,13 +8,14 @@
 namespace macko {
 
 // Of rows ends[e - 1] up to ends[e] of x [tokens, cols] the products with expert e, y [tokens, rows]; rows behind the last
-// end are zeros. Expert e has the rows [64 row_blocks e, + rows) of the matrix. ends [experts] is int32 and rises; what does
+// end are zeros. With an order [tokens] row i of these is row order[i] / top_k of x [x_rows, cols]. Expert e has the rows [64 row_blocks e, + rows) of the matrix. ends [experts] is int32 and rises; what does
 // not gives other sums, and nothing outside of y is written. x as in slab_product.
 struct slab_experts_product {
     int64_t tokens, experts, rows;
     const void *x;
     int64_t x_stride;
-    const int32_t *ends;
+    const int32_t *ends, *order; // order: or NULL
+    int64_t top_k, x_rows;
     void *y;
     cudaStream_t stream;
 };

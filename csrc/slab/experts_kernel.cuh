@@ -18,24 +18,28 @@ namespace {
 template <class CODEC>
 struct experts_task {
     ring_task<CODEC> ring; // the weight, x and stages
-    const int32_t *ends;
+    const int32_t *ends, *order;
     typename CODEC::T *y;
     int64_t tokens, rows;
-    int experts, row_blocks, slabs;
+    int experts, row_blocks, slabs, top_k;
+    unsigned last_x; // the last row of x
 };
 
 // The items of a block, and the slabs of each.
 template <int TOKENS>
 struct experts_walk {
     const int *firsts, *tiles; // of experts: the first token, tiles before its own; behind the last their ends
-    int row_blocks, slabs;
+    int experts, row_blocks, slabs;
     int64_t items, item;
     int expert = 0, row_block, first, tokens, slab; // tokens: of the item
 
     // Finds where the item is; false: there is none.
     __device__ __forceinline__ bool open() {
         if (item >= items) return false;
-        while ((int64_t)tiles[expert + 1] * row_blocks <= item) expert++;
+        for (int behind = experts; behind - expert > 1;) { // halving: a block's first one may be behind hundreds
+            const int middle = (expert + behind) / 2;
+            ((int64_t)tiles[middle] * row_blocks <= item ? expert : behind) = middle;
+        }
         const int of_expert = int(item - (int64_t)tiles[expert] * row_blocks);
         const int count = tiles[expert + 1] - tiles[expert], tile = of_expert % count;
         row_block = of_expert / count;
@@ -95,16 +99,19 @@ __device__ __forceinline__ void experts_count(const experts_task<CODEC> &task, i
 // What a thread fetches: slabs and their tokens, a stage after the other.
 template <class CODEC, class SHAPE>
 struct experts_fetch {
+    const experts_task<CODEC> &experts;
     const ring_task<CODEC> &task;
     experts_walk<SHAPE::TOKENS> ahead;
     bool more;
     uint32_t ring, ring_end, to; // to: the stage
     int from, units;             // of the slab
     uint32_t x_to;               // where a thread's first chunk of x goes in a stage
+    unsigned
+        x_rows[SHAPE::TOKENS / SHAPE::RING_WARPS]; // of the item's tokens those of a thread, where there is an order
 
-    __device__ __forceinline__ experts_fetch(const ring_task<CODEC> &task, const experts_walk<SHAPE::TOKENS> &walk,
-                                             uint32_t base)
-        : task(task), ahead(walk), ring(base), to(base) {
+    __device__ __forceinline__ experts_fetch(const experts_task<CODEC> &experts,
+                                             const experts_walk<SHAPE::TOKENS> &walk, uint32_t base)
+        : experts(experts), task(experts.ring), ahead(walk), ring(base), to(base) {
         ring_end = ring + task.stages * task.stage_bytes;
         const uint32_t chunk = threadIdx.x % WARP, token = threadIdx.x / WARP; // a warp copies a token's columns
         x_to = held(task.x_at + token * SHAPE::X_ROW + ((chunk & ~7u) | ((chunk ^ token) & 7)) * 16);
@@ -112,6 +119,12 @@ struct experts_fetch {
         look_up();
     }
     __device__ __forceinline__ void look_up() {
+        if (experts.order && more && ahead.slab == 0) {
+#pragma unroll
+            for (int k = 0; k < SHAPE::TOKENS / SHAPE::RING_WARPS; k++)
+                if (const int token = threadIdx.x / WARP + k * SHAPE::RING_WARPS; token < ahead.tokens)
+                    x_rows[k] = min((unsigned)experts.order[ahead.first + token] / experts.top_k, experts.last_x);
+        }
         units = task.slab_units;
         if (CODEC::SAME_SIZE || !more) return;
         const int32_t *offset = task.offsets + ahead.slab_of_all();
@@ -133,11 +146,13 @@ struct experts_fetch {
     __device__ __forceinline__ void tokens_of_slab() const {
         const int token = threadIdx.x / WARP, col = ahead.slab * MACKO_SLAB_COLS + threadIdx.x % WARP * 8;
         const int bytes = max(0, min(16, (task.cols - col) * 2));
-        const uint16_t *row = task.x + (int64_t)(ahead.first + token) * task.x_stride + (bytes ? col : 0);
+        const uint16_t *chunk = task.x + (bytes ? col : 0);
 #pragma unroll
-        for (int other = 0; other < SHAPE::TOKENS; other += SHAPE::RING_WARPS)
-            if (token + other < ahead.tokens)
-                copy_async_some(to + x_to + other * SHAPE::X_ROW, row + other * task.x_stride, bytes);
+        for (int k = 0; k < SHAPE::TOKENS / SHAPE::RING_WARPS; k++)
+            if (const int other = token + k * SHAPE::RING_WARPS; other < ahead.tokens) {
+                const int64_t row = experts.order ? x_rows[k] : ahead.first + other;
+                copy_async_some(to + x_to + k * SHAPE::RING_WARPS * SHAPE::X_ROW, chunk + row * task.x_stride, bytes);
+            }
     }
     __device__ __forceinline__ void stage() {
         if (more) {
@@ -186,14 +201,15 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     float4 *const meeting = (float4 *)(shared + ring.stages * ring.stage_bytes);
     int *const firsts = (int *)(meeting + (SHAPE::GROUPS - 1) * SHAPE::AT_ONCE * SHAPE::GROUP_THREADS),
                *const tiles = firsts + task.experts + 1, *const warp_sums = tiles + task.experts + 1;
+    pdl_launch_dependents(); // not before the kernel has ended that wrote x and ends
     experts_count<CODEC, SHAPE>(task, firsts, tiles, warp_sums);
     const int64_t stored = (int64_t)firsts[task.experts] * task.rows, all = task.tokens * task.rows;
     for (int64_t i = stored + blockIdx.x * SHAPE::THREADS + threadIdx.x; i < all; i += gridDim.x * SHAPE::THREADS)
         task.y[i] = from_float<typename CODEC::T>(0);
 
     const int64_t items = task.slabs ? (int64_t)tiles[task.experts] * task.row_blocks : 0;
-    experts_walk<SHAPE::TOKENS> here{firsts, tiles, task.row_blocks, task.slabs, items, blockIdx.x};
-    experts_fetch<CODEC, SHAPE> fetch(ring, here, shared_address(shared));
+    experts_walk<SHAPE::TOKENS> here{firsts, tiles, task.experts, task.row_blocks, task.slabs, items, blockIdx.x};
+    experts_fetch<CODEC, SHAPE> fetch(task, here, shared_address(shared));
     for (int stage = 0; stage + 1 < ring.stages; stage++) fetch.stage();
 
     ring_product<CODEC, SHAPE> product(ring, group, slice, lane, 0);
@@ -223,8 +239,15 @@ cudaError_t launch_experts(const experts_task<CODEC> &task, const macko_experts_
     using SHAPE = ring_shape<TOKENS, false, false>;
     constexpr auto kernel = slab_experts_kernel<CODEC, SHAPE>;
     if (const cudaError_t error = allow_all_shared_memory<kernel>(device, 100)) return error;
-    kernel<<<plan.blocks, SHAPE::THREADS, plan.shared_bytes, stream>>>(task);
-    return cudaGetLastError();
+    cudaLaunchAttribute attribute = pdl_attribute();
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3((unsigned)plan.blocks);
+    config.blockDim = dim3(SHAPE::THREADS);
+    config.dynamicSmemBytes = plan.shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = device.major >= 9 && may_use_pdl(stream, SHAPE::THREADS) ? 1 : 0;
+    return cudaLaunchKernelEx(&config, kernel, task);
 }
 
 template <class CODEC>
@@ -244,6 +267,9 @@ cudaError_t multiply_experts(const slab_weight<CODEC> &w, const slab_experts_pro
     task.ring.x_at = plan.x_at;
     task.ring.weights = w.constants;
     task.ends = p.ends;
+    task.order = p.order;
+    task.top_k = (int)p.top_k;
+    task.last_x = (unsigned)p.x_rows - 1;
     task.y = (typename CODEC::T *)p.y;
     task.tokens = p.tokens;
     task.rows = p.rows;

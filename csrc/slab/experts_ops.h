@@ -1,11 +1,34 @@
 // The op linear_experts of layouts of slabs; ops.h includes it and says what it asks of a codec.
 #pragma once
 
+#include "../experts/experts.h"
 #ifdef USE_CUDA
+#include "../input/input.h"
 #include "experts.h"
 #endif
 
 namespace macko {
+
+// Row order[i] / top_k of x for each i: what a product wants that cannot read them from there.
+inline Tensor rows_in_order(const char *op, const Tensor &x_any, const Tensor &order, int64_t top_k) {
+    const Tensor x = as_aligned(x_any);
+    Tensor rows = new_tensor(x, {order.numel(), x.size(1)});
+#ifdef USE_CUDA
+    (void)op;
+    STD_CUDA_CHECK(macko_expert_rows_cuda(reads<int32_t>(order), order.numel(), top_k, x.const_data_ptr(), x.size(0),
+                                          x.size(1), rows.mutable_data_ptr(), current_stream(x)));
+#else
+    const int64_t bytes = x.size(1) * x.element_size();
+    for (int64_t i = 0; i < order.numel(); i++) {
+        const int64_t pair = reads<int32_t>(order)[i];
+        if (pair < 0 || pair / top_k >= x.size(0))
+            fail(op, "order[", i, "] is ", pair, ", expected 0 to ", x.size(0) * top_k - 1, ": x has ", x.size(0),
+                 " rows, top_k is ", top_k);
+        std::copy_n(reads<char>(x) + pair / top_k * bytes, bytes, writes<char>(rows) + i * bytes);
+    }
+#endif
+    return rows;
+}
 
 #ifdef USE_CUDA
 // grouped product of torch with the dense rows of all experts: for many tokens each. w [experts, rows, cols].
@@ -20,19 +43,49 @@ inline Tensor grouped_product(const Tensor &x, const Tensor &w, const Tensor &en
 }
 #endif
 
+// silu(gate) * up of x [tokens, 2 cols], both rounded; the first columns are the gate's.
+inline Tensor gated(const Tensor &x_any, int64_t cols) {
+#ifdef USE_CUDA
+    if (cols % 8 == 0) {
+        const Tokens x = tokens_of(x_any, x_any.size(0), 2 * cols);
+        Tensor y = new_tensor(x_any, {x_any.size(0), cols});
+        const auto *gate = reads<uint16_t>(x.x);
+        STD_CUDA_CHECK(macko_gate_cuda(x_any.scalar_type() == ScalarType::Half ? MACKO_F16 : MACKO_BF16, x_any.size(0),
+                                       cols, gate, x.stride, gate + cols, x.stride, y.mutable_data_ptr(),
+                                       current_stream(x_any)));
+        return y;
+    }
+#endif
+    using torch::stable::detail::from;
+    std::array<StableIValue, 1> gate{from(narrowed(x_any, 1, 0, cols))};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::silu", "", gate.data(), TORCH_ABI_VERSION));
+    std::array<StableIValue, 2> both{gate[0], from(narrowed(x_any, 1, cols, cols))};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mul", "Tensor", both.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(both[0]);
+}
+
 // Of rows ends[e - 1] .. ends[e] of x the products with rows [e * padded, e * padded + rows) of the matrix, where padded is
-// rows up to a multiple of 64; rows of x behind the last end give zeros.
+// rows up to a multiple of 64; rows of x behind the last end give zeros. With an order [tokens] they are rows order[i] / top_k
+// of x. is_gated: not x [tokens, 2 cols] is multiplied, but what gated makes of it.
 template <typename Kind>
-Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const Tensor &ends_any) {
+Tensor linear_experts(const Packed &p, const Tensor &x_given, int64_t rows, const Tensor &ends_any,
+                      const std::optional<Tensor> &order_any, int64_t top_k, bool is_gated) {
     const char *op = "linear_experts";
     const typename Kind::Matrix m = Kind::matrix_of(op, p);
     const Tensor &data = p[0];
-    check_tokens(op, x_any, "data", data, m.cols);
-    check_dim(op, "x", x_any, 2);
+    check_tokens(op, x_given, "data", data, is_gated ? 2 * m.cols : m.cols);
+    check_dim(op, "x", x_given, 2);
     check_device(op, "ends", ends_any, "data", data);
     check_dtype(op, "ends", ends_any, ScalarType::Int);
     check_dim(op, "ends", ends_any, 1);
-    const int64_t tokens = x_any.size(0), experts = ends_any.numel();
+    if (top_k < 1 || top_k > INT32_LIMIT) fail(op, "top_k is ", top_k, ", expected 1 and more");
+    if (order_any) {
+        check_device(op, "order", *order_any, "data", data);
+        check_dtype(op, "order", *order_any, ScalarType::Int);
+        check_dim(op, "order", *order_any, 1);
+        if (!x_given.size(0) && order_any->numel()) fail(op, "order has ", order_any->numel(), " elements, x no rows");
+    }
+    const int64_t tokens = order_any ? order_any->numel() : x_given.size(0), experts = ends_any.numel();
     if (rows < 0 || rows > INT32_LIMIT) fail(op, "rows is ", rows, ", expected 0 to ", INT32_LIMIT);
     const int64_t padded = macko_slab_row_blocks(rows) * MACKO_SLAB_ROWS;
     if (experts * padded != m.rows)
@@ -40,9 +93,12 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
              " experts, as many as ends, of ", rows, " rows, each filled up to ", padded);
     const DeviceOf guard(data);
     const Tensor ends = as_contiguous(ends_any);
+    std::optional<Tensor> order;
+    if (order_any) order = as_contiguous(*order_any);
     Tensor y = new_tensor(data, {tokens, rows});
     if (!y.numel()) return y;
     if (!m.cols || !experts) return torch::stable::zero_(y);
+    const Tensor x_any = is_gated ? gated(x_given, m.cols) : x_given;
 #ifdef USE_CUDA
     device_info device{};
     STD_CUDA_CHECK(current_device(&device));
@@ -57,13 +113,14 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
     const bool grouped = data.scalar_type() == ScalarType::BFloat16 && rows % 8 == 0 && m.cols % 8 == 0;
     if (!fits && !grouped) fail(op, "no kernel for ", experts, " experts of ", rows, " x ", m.cols, " on this GPU");
     Tokens x{};
-    if (grouped && (!fits || tokens > experts * MACKO_EXPERTS_MANY)) {
+    if (grouped && (!fits || tokens > experts * macko_knob_number(MACKO_KNOB_TILE_TOKENS, MACKO_EXPERTS_MANY))) {
         Tensor w = torch::stable::new_empty(data, {experts, padded, m.cols});
-        STD_CUDA_CHECK(slab_unpack(m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
-        y = grouped_product(as_aligned(x_any), narrowed(w, 1, 0, rows), ends);
+        unpack_rows(op, m, 0, m.rows, w.mutable_data_ptr(), current_stream(data));
+        const Tensor sorted = order ? rows_in_order(op, x_any, *order, top_k) : as_aligned(x_any);
+        y = grouped_product(sorted, narrowed(w, 1, 0, rows), ends);
         plan = macko_experts_plan_of_zeros(&problem); // of rows that are no expert's it writes nothing
     } else {
-        x = tokens_of(x_any, tokens, m.cols);
+        x = tokens_of(x_any, x_any.size(0), m.cols);
     }
     STD_CUDA_CHECK(slab_experts(m,
                                 {.tokens = tokens,
@@ -72,11 +129,15 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
                                  .x = x.stride ? x.x.const_data_ptr() : nullptr,
                                  .x_stride = x.stride,
                                  .ends = reads<int32_t>(ends),
+                                 .order = order ? reads<int32_t>(*order) : nullptr,
+                                 .top_k = top_k,
+                                 .x_rows = x_any.size(0),
                                  .y = y.mutable_data_ptr(),
                                  .stream = current_stream(data)},
                                 plan));
 #else
     refuse_bad_content<Kind>(op, m);
+    const Tensor x = order ? rows_in_order(op, x_any, *order, top_k) : x_any;
     int64_t begin = 0;
     for (int64_t e = 0; e < experts; e++) {
         const int64_t end = reads<int32_t>(ends)[e];
@@ -85,7 +146,7 @@ Tensor linear_experts(const Packed &p, const Tensor &x_any, int64_t rows, const 
                  e);
         if (end == begin) continue;
         Tensor of_expert = narrowed(y, 0, begin, end - begin);
-        linear_by_blocks(narrowed(x_any, 0, begin, end - begin), rows, std::nullopt, of_expert,
+        linear_by_blocks(narrowed(x, 0, begin, end - begin), rows, std::nullopt, of_expert,
                          [&](int64_t from, int64_t to, void *w) {
                              Kind::unpack(&m, e * padded + from, to - from, static_cast<uint16_t *>(w));
                              return macko_fault{};

@@ -52,7 +52,7 @@ MACKO_SLAB_FN bool macko_experts_plan_of(const macko_experts_problem *p, macko_e
         plan->x_at = p->widest * MACKO_SLAB_UNIT;
         plan->stage_bytes = plan->x_at + tile * MACKO_SLAB_COLS * 2;
         const int64_t fit = (p->shared_bytes - besides) / plan->stage_bytes;
-        plan->stages = (int)(fit < MACKO_RING_MOST_STAGES ? fit : MACKO_RING_MOST_STAGES);
+        plan->stages = fit < MACKO_RING_MOST_STAGES ? (int)fit : (int)MACKO_RING_MOST_STAGES;
         plan->shared_bytes = (int)(plan->stages * plan->stage_bytes + besides);
         if (plan->stages >= 2) break;
         if (tile == MACKO_EXPERTS_LEAST_TOKENS) return false;

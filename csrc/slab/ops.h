@@ -73,6 +73,16 @@ inline std::optional<macko_slab_outputs> place_outputs(std::span<const int64_t> 
     return outputs;
 }
 
+// Dense rows [first, first + count). An error where the GPU, or what this library has for it, is older than the kernel.
+template <typename Matrix>
+void unpack_rows(const char *op, const Matrix &m, int64_t first, int64_t count, void *w, cudaStream_t stream) {
+    const cudaError_t error = slab_unpack(m, first, count, w, stream);
+    if (error == cudaErrorNoKernelImageForDevice)
+        fail(op, "slabs need a GPU of compute capability 8.0 or later, and kernels built for 8.0 or later ",
+             "(TORCH_CUDA_ARCH_LIST): this one lacks one of them");
+    STD_CUDA_CHECK(error);
+}
+
 // A tensor [..., output_rows[i]] for each output of x W^T + bias, in one launch, or through dense rows.
 template <typename Kind>
 std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data, const Tensor &x_any,
@@ -83,7 +93,7 @@ std::vector<Tensor> multiply(const typename Kind::Matrix &m, const Tensor &data,
     const macko_path path = placed ? path_of<Kind>(m, tokens, placed->output[1].rows) : MACKO_PATH_DENSE_ROWS;
     if (path == MACKO_PATH_DENSE_ROWS)
         return linear_by_dense_rows(x_any, output_rows, bias, [&m, stream = current_stream(data)](auto... rows) {
-            STD_CUDA_CHECK(slab_unpack(m, rows..., stream));
+            unpack_rows("linear", m, rows..., stream);
         });
     std::vector<Tensor> y;
     int next = 0;
@@ -140,7 +150,7 @@ Tensor dense(const Packed &p, [[maybe_unused]] bool check) {
     const DeviceOf guard(data);
     Tensor w = torch::stable::new_empty(data, {m.rows, m.cols});
 #ifdef USE_CUDA
-    STD_CUDA_CHECK(slab_unpack(m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
+    unpack_rows("dense", m, 0, m.rows, w.mutable_data_ptr(), current_stream(data));
 #else
     if (check) refuse_bad_content<Kind>("dense", m);
     for_rows(m.rows, m.cols, [&](int64_t begin, int64_t end) {

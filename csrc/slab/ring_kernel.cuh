@@ -532,7 +532,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
     pdl_launch_dependents();
 
     ring_product<CODEC, SHAPE> product(task, tile, slice, lane, halves);
-    const ring_exchange<CODEC, SHAPE> exchange(task, block, token_block);
+    const auto exchange = [&] { return ring_exchange<CODEC, SHAPE>(task, block, token_block); }; // not held: registers
     ring_walk here(begin, end, task.shares.slabs);
     uint32_t stage = fetch.ring;
     for (int skip = ring_index;;) { // slabs of the row block that are of the other ring, before this one's first
@@ -541,7 +541,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
         const bool gives = here.end < row_begin + task.shares.slabs, takes = !gives && here.first > row_begin;
         bool taken = !takes;
         const auto take = [&] {
-            if (!taken) exchange.take(product, row_begin, group, tokens);
+            if (!taken) exchange().take(product, row_begin, group, tokens);
             taken = true;
         };
         const int left = count > skip ? (count - skip + SHAPE::RINGS - 1) / SHAPE::RINGS : 0;
@@ -553,12 +553,12 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
         take(); // a ring that has none
         product.meet(meeting, group, thread);
         if (gives) {
-            exchange.give(product, group, tokens);
+            exchange().give(product, group, tokens);
         } else {
             product.own(group, tokens, [&](int eight, const float (&s)[4]) {
                 ring_store(task, here.row_block, token_block * MACKO_RING_MOST_TOKENS + eight * 8, thread, s);
             });
-            if (takes && threadIdx.x == 0) exchange.clear_taken(row_begin);
+            if (takes && threadIdx.x == 0) exchange().clear_taken(row_begin);
         }
         if (here.is_last()) break;
         here.to_previous_row_block();

@@ -73,7 +73,7 @@ MACKO_SLAB_FN bool macko_ring_fits(const macko_ring_problem *p, macko_ring_shape
     /* Reads go on for MACKO_SLAB_OVERREAD bytes after a slab: into its tokens, or into the halves. */
     const int besides = (groups - 1) * at_once * MACKO_RING_SUMS_BYTES + (shape->x_in_halves ? x_bytes : 0);
     const int64_t fit = (p->shared_bytes - besides) / shape->stage_bytes / rings;
-    shape->stages = (int)(fit < MACKO_RING_MOST_STAGES ? fit : MACKO_RING_MOST_STAGES);
+    shape->stages = fit < MACKO_RING_MOST_STAGES ? (int)fit : (int)MACKO_RING_MOST_STAGES;
     if (shape->pairs || shape->x_in_halves) shape->stages = shape->stages < 2 ? 0 : 2;
     shape->shared_bytes = rings * shape->stages * shape->stage_bytes + besides;
     return shape->stages >= 2;

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <array>
 
+#include "../experts/experts.h"
 #include "layouts.h"
 #include "packed.h"
+#include "rows.h"
 #include "tensors.h"
 #ifdef USE_CUDA
 #include "../input/input.h"
@@ -113,11 +115,82 @@ std::vector<Tensor> linear_parts(const Tensor &x, const std::vector<Tensor> &pac
 }
 
 Tensor linear_experts(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header, int64_t rows,
-                      const Tensor &ends) {
+                      const Tensor &ends, const std::optional<Tensor> &order, int64_t top_k, bool gated) {
     const char *op = "linear_experts";
     const Packed p{packed, header};
     const Layout &layout = layout_of(op, p);
-    return which(op, layout, layout.linear_experts)(p, x, rows, ends);
+    return which(op, layout, layout.linear_experts)(p, x, rows, ends, order, top_k, gated);
+}
+
+// Of ids [tokens, top_k], each token's experts: the pairs in the order of their experts, the place of each there, and where
+// each expert's end (csrc/experts/experts.h).
+std::tuple<Tensor, Tensor, Tensor> expert_order(const Tensor &ids_any, int64_t experts) {
+    const char *op = "expert_order";
+    check_backend(op, "ids", ids_any);
+    const ScalarType dtype = ids_any.scalar_type();
+    if (dtype != ScalarType::Long && dtype != ScalarType::Int)
+        fail(op, "ids has dtype ", dtype_name(dtype), ", expected int64 or int32");
+    check_dim(op, "ids", ids_any, 2);
+    if (experts < 0 || experts > INT32_LIMIT) fail(op, "experts is ", experts, ", expected 0 to ", INT32_LIMIT);
+    if (ids_any.numel() > INT32_LIMIT)
+        fail(op, "ids has ", ids_any.numel(), " elements, expected int32's limit at most");
+    const DeviceOf guard(ids_any);
+    const Tensor ids = as_contiguous(ids_any);
+    const int32_t int32 = aoti_torch_dtype_int32();
+    Tensor order = new_tensor(ids, {ids.numel()}, int32), places = new_tensor(ids, {ids.size(0), ids.size(1)}, int32),
+           ends = new_tensor(ids, {experts}, int32);
+    const macko_expert_order p = {.ids = ids.const_data_ptr(),
+                                  .id_bytes = int(ids.element_size()),
+                                  .pairs = ids.numel(),
+                                  .experts = experts,
+                                  .order = writes<int32_t>(order),
+                                  .places = writes<int32_t>(places),
+                                  .ends = writes<int32_t>(ends)};
+#ifdef USE_CUDA
+    const cudaError_t error = macko_expert_order_cuda(&p, current_stream(ids));
+    if (error == cudaErrorInvalidValue) fail(op, "experts is ", experts, ", more than a block counts");
+    STD_CUDA_CHECK(error);
+#else
+    macko_expert_order_cpu(&p);
+#endif
+    return {order, places, ends};
+}
+
+// [tokens, cols]: of each token the sum of the rows of x [pairs, cols] at its places, times weights; both [tokens, top_k].
+Tensor expert_sum(const Tensor &x_any, const Tensor &places_any, const Tensor &weights_any) {
+    const char *op = "expert_sum";
+    check_backend(op, "x", x_any);
+    const macko_dtype dtype = check_value_dtype(op, "x", x_any);
+    check_dim(op, "x", x_any, 2);
+    check_device(op, "places", places_any, "x", x_any);
+    check_dtype(op, "places", places_any, ScalarType::Int);
+    check_dim(op, "places", places_any, 2);
+    check_device(op, "weights", weights_any, "x", x_any);
+    const bool is_float = weights_any.scalar_type() == ScalarType::Float;
+    if (!is_float && weights_any.scalar_type() != x_any.scalar_type())
+        fail(op, "weights has dtype ", dtype_name(weights_any.scalar_type()), ", expected float32 or x's, ",
+             dtype_name(x_any.scalar_type()));
+    if (shape_name(weights_any) != shape_name(places_any))
+        fail(op, "weights has shape ", shape_name(weights_any), ", places has ", shape_name(places_any));
+    const DeviceOf guard(x_any);
+    const Tensor x = as_aligned(x_any), places = as_contiguous(places_any), weights = as_contiguous(weights_any);
+    Tensor y = new_tensor(x, {places.size(0), x.size(1)});
+    const macko_expert_sum p = {.dtype = dtype,
+                                .weights_dtype = is_float ? MACKO_F32 : dtype,
+                                .tokens = places.size(0),
+                                .top_k = places.size(1),
+                                .cols = x.size(1),
+                                .rows = x.size(0),
+                                .x = x.const_data_ptr(),
+                                .places = reads<int32_t>(places),
+                                .weights = weights.const_data_ptr(),
+                                .y = y.mutable_data_ptr()};
+#ifdef USE_CUDA
+    STD_CUDA_CHECK(macko_expert_sum_cuda(&p, current_stream(x)));
+#else
+    for_rows(p.tokens, p.top_k * p.cols, [&](int64_t begin, int64_t end) { macko_expert_sum_cpu(&p, begin, end); });
+#endif
+    return y;
 }
 
 #ifdef USE_CUDA
@@ -251,7 +324,9 @@ const char *macko_layout_twice(void) {
     OP(linear, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(linear_below_autograd, "(Tensor x, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(linear_parts, "(Tensor x, Tensor[] packed, int[] header, int[] part_rows) -> Tensor[]") \
-    OP(linear_experts, "(Tensor x, Tensor[] packed, int[] header, int rows, Tensor ends) -> Tensor") \
+    OP(linear_experts, "(Tensor x, Tensor[] packed, int[] header, int rows, Tensor ends, Tensor? order=None, int top_k=1, bool gated=False) -> Tensor") \
+    OP(expert_order, "(Tensor ids, int experts) -> (Tensor, Tensor, Tensor)") \
+    OP(expert_sum, "(Tensor x, Tensor places, Tensor weights) -> Tensor") \
     OP(rms_norm, "(Tensor x, Tensor weight, float eps, Tensor? other=None) -> Tensor[]") \
     OP(norm_linear, "(Tensor x, Tensor weight, float eps, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \
     OP(gated_linear, "(Tensor gate, Tensor up, Tensor[] packed, int[] header, Tensor? bias=None) -> Tensor") \

@@ -58,8 +58,10 @@ struct Layout {
     Tensor (*check)(const Packed &p) = nullptr;
     Tensor (*linear)(const Packed &p, const Tensor &x, const std::optional<Tensor> &bias) = nullptr;
     std::vector<Tensor> (*linear_parts)(const Packed &p, const Tensor &x, const Ints &part_rows) = nullptr;
-    // Of a stack of experts, `rows` of each; ends: where the rows of x of each expert end.
-    Tensor (*linear_experts)(const Packed &p, const Tensor &x, int64_t rows, const Tensor &ends) = nullptr;
+    // Of a stack of experts, `rows` of each; ends: where the rows of each expert end, which are rows order[i] / top_k of x; or of
+    // silu(gate) * up, of which x has both.
+    Tensor (*linear_experts)(const Packed &p, const Tensor &x, int64_t rows, const Tensor &ends,
+                             const std::optional<Tensor> &order, int64_t top_k, bool gated) = nullptr;
     // Of one token, where the product's kernel makes its own input.
     Tensor (*norm_linear)(const Packed &p, const Tensor &x, const Tensor &weight, double eps,
                           const std::optional<Tensor> &bias) = nullptr;

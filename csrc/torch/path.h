@@ -23,6 +23,7 @@ typedef enum macko_path {
 
 typedef struct macko_path_device {
     bool is_gpu, has_wgmma, has_vectors; /* has_vectors: AVX2, of a CPU */
+    bool has_bulk;                       /* bulk copies, of GPUs from 9.0 on */
     bool has_limit;                      /* a knob says up to how many tokens packed bytes are multiplied */
     int64_t limit;
 } macko_path_device;
@@ -54,10 +55,12 @@ static inline macko_path macko_bitmap_path(int64_t cols, int64_t tokens, macko_p
  * the time of the dense product, with h bytes a byte of dense: a pass of 8 tokens takes 0.25 + 2.1 h (its start, and
  * the reads of x from shared memory), 4 h where x fits for two tokens only; dense rows take 2.5 + 2.6 h, but 2 + 0.4 h
  * where they stay in L2. Measured on an H200, at density 0.5 / 0.3 / 0.1: a pass 53 / 36 / 19 us, dense rows 135 / 116 /
- * 103, one dense product 35 (8192 x 8192); 17 / 13 / 9, 30 / 26 / 27, 13 (4096 x 4096).
+ * 103, one dense product 35 (8192 x 8192); 17 / 13 / 9, 30 / 26 / 27, 13 (4096 x 4096). Without bulk copies each token is
+ * a pass: by count 0.1 + h, where dense rows take 2 + h.
  */
-static inline int64_t macko_stream_tokens(int64_t rows, int64_t cols, int64_t slot_bytes) {
+static inline int64_t macko_stream_tokens(int64_t rows, int64_t cols, int64_t slot_bytes, bool has_bulk) {
     const double dense = (double)rows * cols * 2, h = (double)slot_bytes / (dense > 0 ? dense : 1);
+    if (!has_bulk) return (int64_t)((2 + h) / (0.1 + h));
     const double pass = cols <= 24576 ? 0.25 + 2.1 * h : 0.01 + 4 * h;
     const double passes = (dense <= 32 << 20 ? 2 + 0.4 * h : 2.5 + 2.6 * h) / pass;
     return 8 * (passes < 1 ? 1 : passes > 8 ? 8 : (int64_t)passes);
@@ -65,7 +68,7 @@ static inline int64_t macko_stream_tokens(int64_t rows, int64_t cols, int64_t sl
 static inline macko_path macko_sell_path(int64_t rows, int64_t cols, int64_t slot_bytes, int64_t tokens,
                                          macko_path_device d) {
     if (tokens == 1) return MACKO_PATH_SPMV;
-    const int64_t most = d.has_limit ? d.limit : macko_stream_tokens(rows, cols, slot_bytes);
+    const int64_t most = d.has_limit ? d.limit : macko_stream_tokens(rows, cols, slot_bytes, d.has_bulk);
     return tokens <= most ? MACKO_PATH_SPMM : MACKO_PATH_DENSE_ROWS;
 }
 

@@ -27,17 +27,23 @@ struct DeviceOf {
 };
 
 // torch::stable::new_empty for a call's results: as that goes by the dispatcher's boxed arguments, 1.5 us of the host more.
-inline Tensor new_tensor(const Tensor &like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+inline Tensor new_tensor(const Tensor &like, torch::headeronly::IntHeaderOnlyArrayRef sizes, int32_t dtype) {
     std::vector<int64_t> strides(sizes.size(), 1);
     for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(1, sizes[i]);
-    int32_t dtype, device_type, device_index;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+    int32_t device_type, device_index;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
     AtenTensorHandle made;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(), dtype,
                                                            device_type, device_index, &made));
     return Tensor(made);
+}
+
+// Of the same dtype.
+inline Tensor new_tensor(const Tensor &like, torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+    int32_t dtype;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+    return new_tensor(like, sizes, dtype);
 }
 
 inline Tensor as_contiguous(const Tensor &t) {

@@ -285,6 +285,27 @@ def is_held_packed(weight: PackedWeight, device: torch.device) -> bool:
     return weight.is_held_packed(device.type == "cuda" and gains_by_slabs(device))
 
 
+def held_on(
+    weight: PackedWeight, device: torch.device, dtype: torch.dtype | None = None, packs: bool = False
+) -> PackedWeight | Tensor:
+    """A weight of a file that stands for a dense one as a device holds it: packed where that gains, or dense.
+
+    Args:
+        weight: validated; on the device where that multiplies from slabs.
+        dtype: of the model; default: of the weight.
+        packs: it is packed anywhere.
+
+    Raises:
+        ValueError: `packs`, and dense12 does not hold it.
+    """
+    dtype = dtype or weight.dtype
+    if dtype != weight.dtype and dtype in weight.dtypes:
+        weight = weight.to(dtype=dtype)
+    if dtype == weight.dtype and (packs or is_held_packed(weight, device)):
+        return weight.materialized(device)
+    return weight.to_dense().to(device, dtype)
+
+
 def layouts(weight: MackoWeight) -> list[type[PackedWeight]]:
     """The execution layouts that hold this weight on its device."""
     kinds = (kind for kind in FORMATS.values() if kind.is_layout)

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from .. import _library
 from ..weights import (
     SLIDE_ELEMENTS,
     SLIDE_PATTERNS,
@@ -21,6 +22,10 @@ from .options import Options
 from .patterns import is_filled, meant_pattern
 from .times import SLIDE_DTYPES, times
 
+#: The widest pattern, 8:10, that int8 is multiplied as by mma.sp where nobody measured, and from how many tokens on: by
+#: that kernel an H100 gains 1.04 (8:10) to 1.32 (4:6) there; with 64 and 256 tokens it loses in some shapes.
+WIDEST, LEAST_TOKENS = 5, 1024
+
 
 def slide_gain(w: Tensor | PackedWeight, n: int, dtype: torch.dtype, tokens: int) -> float | None:
     """Dense time over that of pattern n for w's shape on its GPU; None where nobody measured."""
@@ -30,15 +35,16 @@ def slide_gain(w: Tensor | PackedWeight, n: int, dtype: torch.dtype, tokens: int
 def slide_layout(w: Tensor | PackedWeight, n: int, dtype: torch.dtype, tokens: int) -> int:
     """n where the pattern's kernel is the faster one for these tokens, or should be; 0, dense, elsewhere.
 
-    Where nobody measured, a GPU of compute capability 9.0 takes the pattern. Any other has the kernel that is not tuned
-    (docs/slide.md): there 2:4 is taken, which reads the fewest bytes, and of wider patterns the dense weight.
+    Where nobody measured, a GPU of compute capability 9.0 takes the pattern. Any other takes 2:4, which reads the
+    fewest bytes, and wider patterns in int8 up to WIDEST, from LEAST_TOKENS on.
     """
     if not n or w.device.type != "cuda":
         return n
     gain = slide_gain(w, n, dtype, tokens)
-    if gain is None:
-        return n if n == 2 or torch.cuda.get_device_capability(w.device) == (9, 0) else 0
-    return n if gain >= 1 else 0
+    if gain is not None:
+        return n if gain >= 1 else 0
+    taken = n == 2 or (dtype == torch.int8 and n <= WIDEST and tokens >= LEAST_TOKENS)
+    return n if taken or _library.code_capability(w.device) == (9, 0) else 0
 
 
 def slide_note(w: Tensor, packed: PackedWeight, options: Options) -> str:
@@ -53,7 +59,8 @@ def slide_note(w: Tensor, packed: PackedWeight, options: Options) -> str:
     if gain is None:
         advice = "; `macko tune` measures it" if dtype in SLIDE_DTYPES.values() else ""
         gpu, name = torch.cuda.get_device_name(w.device), str(dtype).removeprefix("torch.")
-        return f"nobody measured {pattern} {name} on {gpu}, whose kernel is not tuned{advice}"
+        at = f"at {options.slide_tokens} tokens on {gpu}"
+        return f"nobody measured {pattern} {name} {at}{advice}"
     return f"{pattern} would take {1 / gain:.2f} of dense's time at {options.slide_tokens} tokens"
 
 

@@ -20,13 +20,13 @@ _DUE = {
     "accelerate.utils.modeling": ("macko.integrations.accelerate", "a device_map for a model with sparse layers"),
     "accelerate.big_modeling": ("macko.integrations.offload", "saying which offload a packed model is not ready for"),
     "diffusers.hooks.group_offloading": (
-        "macko.integrations.diffusers_hooks",
+        "macko.integrations.diffusers_models",
         "saying which offload or cast a packed model is not ready for",
     ),
     "diffusers.quantizers.auto": ("macko.integrations.diffusers", "MackoConfig in diffusers"),
     "diffusers.models.modeling_utils": (
         "macko.integrations.diffusers_models",
-        "save_pretrained of offloadable models, and saying where adapters and projections cannot be fused",
+        "save_pretrained of packed models, and saying where adapters and projections cannot be fused",
     ),
     "peft.utils.other": ("macko.integrations.peft", "training sparse layers that modules_to_save names"),
     **dict.fromkeys(
@@ -62,7 +62,8 @@ def _register(name: str) -> None:
         if library in ("accelerate", "diffusers") or _is_supported(
             getattr(sys.modules.get("transformers"), "__version__", "0")
         ):
-            importlib.import_module(integration)
+            module = importlib.import_module(integration)
+            getattr(module, "register", int)()  # of one that is due by several names
     except Exception as error:
         version = getattr(sys.modules[library], "__version__", "(unknown version)")
         reason = f"macko does not work with {library} {version}, which has not what it needs ({error})"

@@ -1,4 +1,4 @@
-"""diffusers: `quantization_config=macko.MackoConfig(...)` packs a model's layers as they are read.
+"""diffusers: `quantization_config=macko.MackoConfig(...)` packs a model's layers as they are read; packed files.
 
 diffusers has no decorator to register a quantizer: its two tables get an entry each. MackoConfig is that of
 transformers, so one PipelineQuantizationConfig serves transformer and text encoders.
@@ -13,11 +13,13 @@ from diffusers.quantizers import auto
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
+from ..choose.auto import held_on
+from ..choose.options import AUTO
 from ..nn.convert import convert_weight, warn_if_unchanged
 from ..nn.find import FoundLinear, find_linears, unpackable
 from ..nn.linear import SparseLinear, with_hooks
 from ..nn.report import LayerReport, Report
-from .transformers import MackoConfig
+from .transformers import MackoConfig, tensor_shapes, unpacked, without_content
 
 
 class _Read(SparseLinear):
@@ -30,11 +32,18 @@ class _Read(SparseLinear):
             destination[f"{prefix}bias"] = self.bias.detach()
 
 
+class _Arriving(SparseLinear):
+    """A layer whose packed tensors are being read: they may lie in several files."""
+
+    get_extra_state = nn.Module.get_extra_state  # type: ignore[assignment]
+    _save_to_state_dict = nn.Module._save_to_state_dict  # type: ignore[assignment]
+
+
 class MackoDiffusersQuantizer(DiffusersQuantizer):
-    """Packs each linear layer when its weight is read.
+    """Packs each linear layer when its weight is read, or puts what files hold packed in its place.
 
     Attributes:
-        report: what became of each linear layer.
+        report: what became of each linear layer that was packed.
     """
 
     quantization_config: MackoConfig
@@ -49,11 +58,9 @@ class MackoDiffusersQuantizer(DiffusersQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.report = Report([])
         self._found: dict[str, FoundLinear] = {}
-        if quantization_config.layers:
-            raise ValueError(
-                "from_pretrained: the folder's layers are packed, which diffusers does not read: load it with "
-                "macko.load_model into a model of its config"
-            )
+        #: Shape and dtype of the files' tensors, where they are packed; and what is still to come of each layer.
+        self._shapes: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
+        self._missing: dict[str, set[str]] = {}
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
@@ -63,7 +70,23 @@ class MackoDiffusersQuantizer(DiffusersQuantizer):
                 "being packed: load the model without, then macko.offloadable_(model) and an offloader"
             )
 
+    def _is_empty_weight(self, key: str) -> bool:
+        """Whether it is what stands beside a layer's packed tensors, where a reader without macko stops."""
+        return key.rpartition(".")[2] == "weight" and key.rpartition(".")[0] in self.quantization_config.layers
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+        if self.quantization_config.layers:
+            self._shapes = tensor_shapes(list(map(str, checkpoint_files)))
+        return [key for key in loaded_keys if not self._is_empty_weight(key)]
+
+    def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {key: tensor for key, tensor in state_dict.items() if not self._is_empty_weight(key)}
+
     def _process_model_before_weight_loading(self, model: Any, keep_in_fp32_modules: Any = (), **kwargs: Any) -> None:
+        for name, about in self.quantization_config.layers.items():
+            self._place(model, name, about)
+        if self.pre_quantized:
+            return
         for layer in find_linears(model, self.quantization_config.ignore, None):
             kept = set(layer.name.split(".")) & set(keep_in_fp32_modules or ())
             reason = layer.left_out or layer.changed or ("the model keeps it in float32" if kept else "")
@@ -75,16 +98,40 @@ class MackoDiffusersQuantizer(DiffusersQuantizer):
             shape, size = tuple(layer.module.weight.shape), layer.module.weight.nbytes
             self.report.layers.append(LayerReport(layer.name, shape, None, "dense", size, size, reason))
 
+    def _place(self, model: Any, name: str, about: Any) -> None:
+        """Puts a layer without content in the place of one that the files hold packed."""
+        try:
+            linear = model.get_submodule(name)
+        except AttributeError:
+            raise ValueError(f"the files have a packed layer {name}, the model has no such module") from None
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(f"{name} is a packed layer, in the model it is a {type(linear).__name__}")
+        packed = without_content(name, about, self._shapes, linear.weight.dtype)
+        if packed.shape != linear.weight.shape:
+            shapes = f"{list(packed.shape)}, the model {list(linear.weight.shape)}"
+            raise ValueError(f"{name}: the checkpoint has shape {shapes}")
+        self._missing[name] = set(packed.tensor_names)
+        layer = _Arriving.from_packed(packed, linear.bias).train(linear.training)
+        model.set_submodule(name, with_hooks(layer, linear))
+
     def check_if_quantized_param(
         self, model: Any, param_value: Tensor, param_name: str, *args: Any, **kwargs: Any
     ) -> bool:
         name, _, key = param_name.rpartition(".")
-        return key == "weight" and name in self._found
+        return key in self._missing[name] if name in self._missing else key == "weight" and name in self._found
 
     def create_quantized_param(  # type: ignore[override]
         self, model: Any, param_value: Tensor, param_name: str, target_device: Any, *args: Any, **kwargs: Any
     ) -> None:
-        name = param_name.rpartition(".")[0]
+        name, _, key = param_name.rpartition(".")
+        if name in self._missing:
+            module = model.get_submodule(name)
+            module._buffers[key] = param_value.to(target_device)
+            self._missing[name].remove(key)
+            if not self._missing[name]:
+                del self._missing[name]
+                self._arrived(model, name, module, torch.device(target_device), kwargs.get("dtype"))
+            return
         layer, config = self._found.pop(name), self.quantization_config
         module, weight = layer.module, param_value.to(target_device)
         row, sparse = convert_weight(name, weight, config.options, config.min_sparsity)
@@ -97,21 +144,43 @@ class MackoDiffusersQuantizer(DiffusersQuantizer):
         for parent, attribute in layer.places:
             setattr(parent, attribute, with_hooks(sparse.train(module.training), module))
 
+    def _arrived(self, model: Any, name: str, module: Any, device: torch.device, dtype: torch.dtype | None) -> None:
+        """Puts the layer as the device holds it in the place of one whose tensors are all there."""
+        try:
+            packed = module.packed
+            packed.validate()
+            weight = held_on(packed, device, dtype) if packed.stands_for_dense() else packed.to(device, dtype)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from None
+        layer: nn.Linear
+        if isinstance(weight, Tensor):
+            layer = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=weight.dtype)
+            layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), module.bias
+        else:
+            layer = SparseLinear.from_packed(weight, module.bias, options=AUTO)
+            if not packed.stands_for_dense():
+                layer.reformat_()
+            layer.__class__ = _Read
+        model.set_submodule(name, with_hooks(layer.train(module.training), module))
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for module in model.modules():
             if type(module) is _Read:
                 module.__class__ = SparseLinear  # type: ignore[assignment]
-        if self._found:
-            raise ValueError(f"the files have no {next(iter(self._found))}.weight: the layer would be random")
+        lost = [f"{name}.{min(keys)}" for name, keys in self._missing.items()] + [
+            f"{name}.weight" for name in self._found
+        ]
+        if lost:
+            raise ValueError(f"the files have no {lost[0]}: the layer would be random")
+        if self.pre_quantized:
+            model.is_quantized = any(isinstance(module, SparseLinear) for module in model.modules())
+            return model
         self.report.layers += unpackable(model)
         warn_if_unchanged(self.report, "from_pretrained with a MackoConfig")
         return model
 
     def _dequantize(self, model: Any) -> Any:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, SparseLinear):
-                model.set_submodule(name, with_hooks(module.to_linear(), module))
-        return model
+        return unpacked(model)
 
 
 auto.AUTO_QUANTIZER_MAPPING["macko"] = MackoDiffusersQuantizer

@@ -1,24 +1,61 @@
-"""diffusers: what its models do with weights is right for packed layers, or refused before anything has changed.
+"""diffusers: what its models and hooks do with weights is right for packed layers, or refused before anything changes.
 
-fuse_qkv_projections would put dense layers beside packed ones.
+fuse_qkv_projections would put dense layers beside packed ones; a group of offloading with a stream, or on disk, would
+leave packed bytes on the GPU; casting would round the layers before the first packed one, and stop there.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
 
-from diffusers.models.modeling_utils import ModelMixin
+from diffusers.hooks import group_offloading, layerwise_casting
+from torch import nn
 
-from ..files import quant_method
+from ..files import quant_method, version_of
 from ..nn.linear import SparseLinear
-from ..nn.offload import as_in_files
+from ..nn.merge import MergedLinear
+from ..nn.offload import as_in_files, check_offloadable
 from . import wrap
-from .diffusers_hooks import packed_layer
+
+
+def _packed_layer(model: nn.Module) -> str | None:
+    """The name of a packed layer in the model, or None; "" where it is one itself."""
+    return next((name for name, module in model.named_modules() if isinstance(module, SparseLinear)), None)
+
+
+# ---- Hooks -----------------------------------------------------------------------------------------------------------
+
+
+def _not_cast(apply: Any) -> Any:
+    def apply_layerwise_casting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("_prefix") and (name := _packed_layer(module)) is not None:
+            raise ValueError(
+                f"enable_layerwise_casting: {name or 'the layer'} is packed by macko, and its bytes are no numbers to "
+                "cast; nothing has been cast. Cast a model that is not packed, or leave it packed as it is"
+            )
+        return apply(module, *args, **kwargs)
+
+    return apply_layerwise_casting
+
+
+def _where_bytes_move(apply: Any) -> Any:
+    def apply_group_offloading(module: nn.Module, config: Any) -> Any:
+        merged = any(isinstance(layer, MergedLinear) for layer in module.modules())
+        if merged or config.stream is not None or config.offload_to_disk_path is not None:
+            check_offloadable(module, "group offloading")
+        return apply(module, config)
+
+    return apply_group_offloading
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
 
 
 def _not_fused(fuse: Any) -> Any:
     def fuse_qkv_projections(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (name := packed_layer(self)) is not None:
+        if (name := _packed_layer(self)) is not None:
             raise ValueError(
                 f"fuse_qkv_projections: {name} is packed by macko, and would get a dense layer beside it: fuse the "
                 "projections first, then pack the model"
@@ -42,24 +79,51 @@ def _where_sums_are_held(fuse: Any) -> Any:
     return fuse_lora
 
 
-def _as_in_files(save: Any) -> Any:
-    """The files of a model that is not packed, whoever packed it: they say nothing of how it was read."""
+def _with_packed(save: Any) -> Any:
+    """Saves packed layers packed, and says them in config.json; nothing of how the model was read."""
+    signature = inspect.signature(save)
 
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        quantizer, config = vars(self).get("hf_quantizer"), self._internal_dict
+        given, config = signature.bind(self, *args, **kwargs).arguments, self._internal_dict
+        quantizer = vars(self).get("hf_quantizer")
         own = quantizer is not None and quant_method(quantizer.quantization_config) == "macko"
+        if quantizer is not None and not own:
+            return save(self, *args, **kwargs)
+        noted = ("quantization_config", "_pre_quantization_dtype")
+        about = {key: value for key, value in config.items() if key not in noted}
+        if given.get("safe_serialization", True) and _packed_layer(self) is not None:
+            from .saving import packed_with_empty
+            from .transformers import MackoConfig
+
+            state, layers = packed_with_empty(self, None)
+            if layers:
+                quantization = MackoConfig(version=version_of(layers), layers=layers)
+                about["quantization_config"] = quantization.to_dict()
+                self.state_dict = lambda *args, **kwargs: state
         if own:
             del self.hf_quantizer
-            noted = ("quantization_config", "_pre_quantization_dtype")
-            self._internal_dict = type(config)({key: value for key, value in config.items() if key not in noted})
+        self._internal_dict = type(config)(about)
         try:
             with as_in_files():
                 return save(self, *args, **kwargs)
         finally:
+            vars(self).pop("state_dict", None)
+            self._internal_dict = config
             if own:
-                self.hf_quantizer, self._internal_dict = quantizer, config
+                self.hf_quantizer = quantizer
 
     return save_pretrained
+
+
+def _whoever_packed_it(dequantize: Any) -> Any:
+    def dequantize_(self: Any) -> Any:
+        if vars(self).get("hf_quantizer") is not None or _packed_layer(self) is None:
+            return dequantize(self)
+        from .transformers import unpacked
+
+        return unpacked(self)
+
+    return dequantize_
 
 
 def _guard(model_class: type) -> None:
@@ -69,12 +133,20 @@ def _guard(model_class: type) -> None:
             wrap(model_class, name, around)
 
 
-def _guard_new(cls: type, **kwargs: Any) -> None:
-    super(ModelMixin, cls).__init_subclass__(**kwargs)
-    _guard(cls)
+def register() -> None:
+    """Guards what is there: hooks are imported before models, and at times without."""
+    wrap(layerwise_casting, "_apply_layerwise_casting", _not_cast)
+    wrap(group_offloading, "_apply_group_offloading", _where_bytes_move)
+    base: Any = getattr(sys.modules.get("diffusers.models.modeling_utils"), "ModelMixin", None)
+    if base is None or "__init_subclass__" in vars(base):
+        return
 
+    def guard_new(cls: type, **kwargs: Any) -> None:
+        super(base, cls).__init_subclass__(**kwargs)
+        _guard(cls)
 
-wrap(ModelMixin, "save_pretrained", _as_in_files)
-for known in ModelMixin.__subclasses__():
-    _guard(known)
-ModelMixin.__init_subclass__ = classmethod(_guard_new)  # type: ignore[assignment, method-assign]
+    wrap(base, "save_pretrained", _with_packed)
+    wrap(base, "dequantize", _whoever_packed_it)
+    for known in base.__subclasses__():
+        _guard(known)
+    base.__init_subclass__ = classmethod(guard_new)

@@ -7,8 +7,9 @@ the way back shows that every bit is there. (SHA-256 would take longer than pack
 from __future__ import annotations
 
 import json
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..files import Checkpoint, join, save_tensors, version_of
+from ..nn.experts import find_experts, projections
 from ..nn.find import find_linears
 from ..weights import Planes12Weight, saved_as
 from .saving import is_own_card
@@ -44,6 +46,8 @@ def pack_folder(source: Path, target: Path, ignore: Sequence[str], rounds: bool 
     dense that is tied, ignored, of another dtype than bfloat16 and float16, or would not become smaller; one whose name
     transformers changes when it loads it, too.
 
+    Experts that the files have one by one are packed so, under the names that they have as modules of their own.
+
     Returns:
         What config.json says of each packed layer.
 
@@ -52,7 +56,8 @@ def pack_folder(source: Path, target: Path, ignore: Sequence[str], rounds: bool 
     """
     layers: dict[str, Any] = {}
     with readable(source), Checkpoint(source) as file:
-        names = _weights_of_layers(source, file, ignore)
+        model = _on_meta(source)
+        names, experts = _weights_of_layers(model, file, ignore), _weights_of_experts(model, file, ignore)
         written = _Writer(target)
         for path, keys in file.by_file():
             tensors: dict[str, Tensor] = {}
@@ -61,15 +66,15 @@ def pack_folder(source: Path, target: Path, ignore: Sequence[str], rounds: bool 
                 tensor = file[key]
                 if rounds and tensor.dtype == torch.float32:
                     tensor = tensor.bfloat16()
-                packed = _planes(tensor) if key in names else None
+                layer = key.rpartition(".")[0] if key in names else experts.get(key, "")
+                packed = _planes(tensor, key in experts) if layer else None
                 if packed is None:
                     tensors[key] = tensor
                     continue
-                layer = key.rpartition(".")[0]
                 layers[layer] = packed.about()
                 tensors |= {join(layer, name): part for name, part in packed.tensors().items()}
-                tensors[key] = packed.empty_weight()
-                sums[key] = checksum(tensor)
+                tensors[join(layer, "weight")] = packed.empty_weight()
+                sums[join(layer, "weight")] = checksum(tensor)
             name = path.with_suffix(".safetensors").name.replace("pytorch_model", "model")
             written.add(name, tensors, {"crc32": json.dumps(sums)} if sums else {})
         if not layers:
@@ -94,6 +99,7 @@ def unpack_folder(source: Path, target: Path) -> tuple[int, int]:
         if not file.layers:
             raise ValueError(f"{source} has no layer that macko packed")
         parts = {join(layer, name): layer for layer, about in file.layers.items() for name in saved_as(about)[2]}
+        in_checkpoints = _names_in_checkpoints(source, file.layers)
         written, done = _Writer(target), set[str]()
         for path, keys in file.by_file():
             tensors: dict[str, Tensor] = {}
@@ -102,9 +108,9 @@ def unpack_folder(source: Path, target: Path) -> tuple[int, int]:
                     tensors[key] = file[key]
                 elif (layer := parts[key]) not in done:
                     done.add(layer)
-                    name = join(layer, "weight")
+                    name = in_checkpoints.get(layer, join(layer, "weight"))
                     tensors[name] = file.packed(layer).to_dense()
-                    wanted = file.checksums.get(name)
+                    wanted = file.checksums.get(join(layer, "weight"))
                     if wanted not in (None, checksum(tensors[name])):
                         raise ValueError(f"{source}: layer {layer} is not the weight that was packed: other bits")
                     proved += wanted is not None
@@ -120,41 +126,104 @@ def unpack_folder(source: Path, target: Path) -> tuple[int, int]:
     return len(done), proved
 
 
+def _names_in_checkpoints(source: Path, layers: Iterable[str]) -> dict[str, str]:
+    """Of layers that are one expert by itself the names that a dense checkpoint has for their weights.
+
+    Raises:
+        ValueError: it has all experts in one tensor, which is not made of parts here.
+    """
+    found: dict[str, str] = {}
+    if not any(re.search(r"experts\.\d+\.\w+$", layer) for layer in layers):
+        return found
+    model = _on_meta(source)
+    for name in (experts.name for experts in find_experts(model, (), None)):
+        if any(layer.startswith(f"{name}.") for layer in layers):
+            if not (keys := _keys_of_experts(model, name)):
+                raise ValueError(
+                    f"{source}: a dense {type(model).__name__} has the experts of {name} in one tensor, these files "
+                    "one by one: load the model, dequantize() it and save it"
+                )
+            found |= {layer: key for key, layer in keys.items()}
+    return found
+
+
 def checksum(weight: Tensor) -> int:
     """CRC-32 of a weight's bytes, row after row."""
     return zlib.crc32(weight.contiguous().view(torch.uint8).numpy().data)
 
 
-def _planes(weight: Tensor) -> Planes12Weight | None:
-    """The weight in planes, where that is smaller, and dense12 holds it too."""
+def _planes(weight: Tensor, is_expert: bool) -> Planes12Weight | None:
+    """The weight in planes, where that is smaller, and dense12 holds it too; of an expert always, as of all others."""
     if weight.dtype not in Planes12Weight.dtypes or weight.dim() != 2:
         return None
     packed = Planes12Weight.from_dense(weight)
-    return packed if packed.nbytes < weight.nbytes and packed.is_held_packed(True) else None
+    return packed if is_expert or (packed.nbytes < weight.nbytes and packed.is_held_packed(True)) else None
 
 
-def _weights_of_layers(source: Path, file: Checkpoint, ignore: Sequence[str]) -> set[str]:
-    """Names in the files of weights of linear layers that from_pretrained finds under the very name."""
+def _on_meta(source: Path) -> Any:
     about, kind = class_of(source)
     with torch.device("meta"):
-        model = kind(about)
+        return kind(about)
+
+
+def _weights_of_layers(model: Any, file: Checkpoint, ignore: Sequence[str]) -> set[str]:
+    """Names in the files of weights of linear layers that from_pretrained finds under the very name."""
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     tied = {*ties, *ties.values()}
     found = {layer.name for layer in find_linears(model, ignore, None) if not (layer.left_out or layer.changed)}
     found -= {name.removesuffix(".weight") for name in tied}
     found = {name for name in found if type(model.get_submodule(name)) is nn.Linear}
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    prefix, state = model.base_model_prefix, model.state_dict()
-    names = set()
+    loaded, prefix, names = _loads(model), model.base_model_prefix, set()
     for key in file:
         if key.endswith(".weight"):
-            there, converts = rename_source_key(key, renamings, converters, prefix, state)
+            there, converts = loaded(key)
             same = there in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
             if same and converts is None and there.removesuffix(".weight") in found:
                 names.add(key)
     return names
+
+
+def _weights_of_experts(model: Any, file: Checkpoint, ignore: Sequence[str]) -> dict[str, str]:
+    """Names in the files of experts' weights, and of the layers that these are by themselves: whole modules of them."""
+    found: dict[str, str] = {}
+    for experts in find_experts(model, ignore, None):
+        keys = {} if experts.left_out else _keys_of_experts(model, experts.name)
+        if keys and all(key in file for key in keys):
+            found |= keys
+    return found
+
+
+def _keys_of_experts(model: Any, name: str) -> dict[str, str]:
+    """Of each expert of a module the names of its weights in a checkpoint, and those of the layers that they are.
+
+    Empty where a checkpoint has all of them in one tensor.
+    """
+    experts, loaded, found = model.get_submodule(name), _loads(model), {}
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    backwards = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightRenaming)]
+    for key in projections(experts):
+        parts, whole = ("gate_proj", "up_proj") if key == "gate_up_proj" else (key,), f"{name}.{key}"
+        for entry in conversions:
+            sources, targets = list(entry.source_patterns), list(entry.target_patterns)
+            if not isinstance(entry, WeightConverter) or len(sources) != len(parts) or not whole.endswith(targets[0]):
+                continue
+            for expert in range(experts.num_experts):
+                for part, source in zip(parts, sources, strict=True):
+                    there = whole.removesuffix(targets[0]) + source.replace("*", str(expert))
+                    for renaming in backwards:
+                        there, _ = renaming.rename_source_key(there)
+                    if loaded(there) == (whole, source):
+                        found[there] = f"{name}.{expert}.{part}"
+    whole_module = experts.num_experts * (3 if experts.has_gate else 2)
+    return found if len(found) == whole_module and not experts.has_bias else {}
+
+
+def _loads(model: Any) -> Callable[[str], tuple[str, str | None]]:
+    """What from_pretrained makes of a name in files: the model's own, and the pattern of what it converts."""
+    conversions, state = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    return lambda key: rename_source_key(key, renamings, converters, model.base_model_prefix, state)
 
 
 class _Writer:

@@ -27,7 +27,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..choose.options import Options
 from ..files import join, packed_state, quant_method, version_of
-from ..nn.experts import SparseExperts, saved_by_expert, unfolded
+from ..nn.experts import SparseExperts, UnfoldedExperts, saved_by_expert, unfolded
 from ..nn.linear import SparseLinear
 from ..nn.report import format_bytes
 from ..weights import saved_as
@@ -46,6 +46,7 @@ def _as_packed(save: Any) -> Any:
         given = call.arguments
         if getattr(self, "_hf_peft_config_loaded", False):  # saves the adapters alone
             return save(*call.args, **call.kwargs)
+        tensor_parallel.check_experts(self)
         with unfolded(self, saved_by_expert), _as_it_is(self, given.get("state_dict")) as (state, layers):
             if state is not None:
                 given["state_dict"] = state
@@ -108,21 +109,22 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
 
 
 def _found_again(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """_packed, of which from_pretrained finds each layer; what a state_dict has dense stays so where it else would not.
+    """packed_with_empty, of which from_pretrained finds each layer; what a state_dict has dense stays so where it else
+    would not.
 
     Raises:
         ValueError: it would not find one of the others. Nothing is written then.
     """
     try:
-        packed = _packed(model, state)
+        packed = packed_with_empty(model, state)
         _own_names(model, packed[0])
     except ValueError:
-        packed = _packed(model, model.state_dict() if state is None else state)
+        packed = packed_with_empty(model, model.state_dict() if state is None else state)
         _own_names(model, packed[0])
     return packed
 
 
-def _packed(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def packed_with_empty(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """packed_state, with an empty weight of each packed layer."""
     state, layers = packed_state(model, state)
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
@@ -221,7 +223,12 @@ def _but_packed(revert: Any) -> Any:
 
         Where transformers would join packed layers (as q, k and v of a fused matrix), the state keeps the model's own
         names, which from_pretrained finds too; but for what it would convert again, which has to be as files have it.
+        So do experts that are packed one by one, which are no expert of that name to it.
         """
+        by_expert = {name for name, module in model.named_modules() if isinstance(module, UnfoldedExperts)}
+        if found := {key: t for key, t in state_dict.items() if key.rsplit(".", 3)[0] in by_expert}:
+            rest = {key: tensor for key, tensor in state_dict.items() if key not in found}
+            return found | (revert_weight_conversion(model, rest) if rest else {})
         if (own := _own_names(model, state_dict)) is None:
             return revert(model, state_dict)
         kept = {key: tensor for key, tensor in state_dict.items() if key in own}

@@ -93,14 +93,25 @@ class Share:
         Raises:
             ValueError: the checkpoint's layer has another shape.
         """
-        if whole.cols not in (self.cols, self.cols * self.ranks):
-            raise ValueError(
-                f"the checkpoint has {whole.cols} columns, expected {self.cols} for each of {self.ranks} ranks"
-            )
-        first = self.rank * self.cols if whole.cols > self.cols else 0
+        first = self._first_column(whole.cols)
         rows = self._rows_of(whole.rows, places)
         columns = whole.parted().cut(1, first, first + self.cols)
         return [columns.cut(0, start, stop) for start, stop in rows]
+
+    def cut_dense(self, whole: Tensor) -> Tensor:
+        """This rank's share of a stack of one that the checkpoint has dense.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        first = self._first_column(whole.shape[1])
+        ((start, stop),) = self._rows_of(whole.shape[0], (0,))
+        return whole[start:stop, first : first + self.cols]
+
+    def _first_column(self, count: int) -> int:
+        if count not in (self.cols, self.cols * self.ranks):
+            raise ValueError(f"the checkpoint has {count} columns, expected {self.cols} for each of {self.ranks} ranks")
+        return self.rank * self.cols if count > self.cols else 0
 
     def _rows_of(self, count: int, places: Sequence[int]) -> list[tuple[int, int]]:
         """This rank's rows, start and stop, of a layer with so many: for each of the places, or all of them at once."""

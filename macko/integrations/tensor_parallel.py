@@ -3,6 +3,9 @@
 transformers wraps the forward of each layer of its plan: "colwise" leaves a layer this process' share of the outputs,
 "rowwise" its share of the inputs, and sums the products. What it wraps is asked for `_hf_quantized_needs_local_tp`: a
 layer that holds a slice that is no DTensor. in_features and out_features stay those of the whole layer.
+
+Experts are cut as they are read, by the rows and columns of each ("packed_colwise", "rowwise") or by expert
+("grouped_gemm"); then what transformers has wrapped around the dense module is wrapped around the packed one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
+from ..nn.experts import SparseExperts
 from ..nn.linear import SparseLinear
 from ..weights.shards import gathered
 from . import transformers_version
@@ -25,6 +31,8 @@ def check(model: Any) -> None:
     """
     asked = getattr(model.config, "distributed_config", None)
     sizes = {key: getattr(asked, key, None) or 1 for key in ("ep_size", "pp_size", "dp_size")}
+    if sizes["ep_size"] > 1 and (kinds := _styles()) and "ep_dispatch_experts" in kinds.ALL_PARALLEL_STYLES:
+        del sizes["ep_size"]
     sizes["dp_size"] = max(sizes["dp_size"], getattr(asked, "fsdp_size", None) or 1)  # all there is before 5.23
     more = [f"{key}={size}" for key, size in sizes.items() if size > 1]
     if _is_parallel(model) and _styles() is None:
@@ -32,8 +40,9 @@ def check(model: Any) -> None:
     if more:
         raise ValueError(
             "macko's layers do not support this distributed loading of transformers yet; asked for was "
-            f"{', '.join(more)}, by distributed_config or tp_plan. Load without it: tp_plan='auto' and "
-            "device_map='auto' take several GPUs, and DDP and fully_shard work on the loaded model"
+            f"{', '.join(more)}, by distributed_config or tp_plan. Load without it: tp_plan='auto', for experts "
+            "ep_size from transformers 5.23 on, and device_map='auto' take several GPUs, and DDP and fully_shard work "
+            "on the loaded model"
         )
 
 
@@ -104,6 +113,30 @@ def wrap(model: Any, name: str, layer: SparseLinear, in_features: int, out_featu
         layer._hf_quantized_needs_local_tp = True
         style.install_forward(layer, _mesh(model))
         layer._is_hooked = True
+
+
+def wrap_experts(model: Any, name: str, experts: SparseExperts) -> None:
+    """Lets packed experts that hold this process' part take the place of those that transformers has wrapped."""
+    if vars(experts).pop("forward", None) is None:  # the dense module's own, wrapped
+        return
+    asked, generic = model.config.distributed_config, re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    styles = _styles().ALL_PARALLEL_STYLES
+    if (asked.ep_size or 1) > 1 and generic in (model.ep_plan or {}):
+        meshes = {f"{key}_mesh": model._mesh_manager.get_mesh(key) for key in ("ep", "tp")}
+        styles[model.ep_plan[generic]].install_forward(experts, **meshes, ep_implementation=asked.ep_implementation)
+    else:
+        styles[model.tp_plan[generic]].install_forward(experts, _mesh(model))
+    experts._is_hooked = True  # type: ignore[assignment]
+
+
+def check_experts(model: nn.Module) -> None:
+    """ValueError where packed experts are a process' part of them."""
+    for name, module in model.named_modules():
+        if isinstance(module, SparseExperts) and "forward" in vars(module):
+            raise ValueError(
+                f"{name} holds one process' part of packed experts, which cannot be put together again: save the model "
+                "that was loaded, or one that one process has packed"
+            )
 
 
 def _mesh(model: Any) -> Any:

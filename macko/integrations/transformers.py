@@ -8,7 +8,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from ..nn.experts import (
 from ..nn.find import FoundLinear, find_linears, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
 from ..nn.report import LayerReport, Report
-from ..weights import FORMATS, saved_as
+from ..weights import FORMATS, PackedWeight, saved_as
 from . import tensor_parallel, transformers_version
 from .compressed_tensors import has_four_bits, lazy_state, sparsity_format
 from .config import Settings
@@ -135,6 +135,11 @@ class MackoHfQuantizer(HfQuantizer):
         tensor_parallel.check(model)
         self._believe_files(checkpoint_files or [])
         if self.pre_quantized:
+            if tensor_parallel.is_asked(model) and (one := self._packed_by_expert(model)):
+                raise ValueError(
+                    f"{one}: the files hold its experts packed one by one, of which no process gets a part yet: load "
+                    "the dense model with quantization_config=macko.MackoConfig(), which packs what each process gets"
+                )
             self._unfolded = unfold_(
                 model, lambda name, module: is_experts(module) and self._has_each_expert(model, name)
             )
@@ -164,6 +169,11 @@ class MackoHfQuantizer(HfQuantizer):
         conversions = get_model_conversion_mapping(model)
         self._split = [list(c.target_patterns) for c in conversions if len(c.target_patterns) > 1]
         self._share = _expected_share(checkpoint_files or [], self._found)
+
+    def _packed_by_expert(self, model: Any) -> str:
+        """The name of a module of experts that the files have packed, or nothing."""
+        names = (name for name, module in model.named_modules() if is_experts(module))
+        return next((name for name in names if self._has_each_expert(model, name)), "")
 
     def _has_each_expert(self, model: Any, name: str) -> bool:
         """Whether the files have the experts of this module packed, one by one."""
@@ -196,7 +206,7 @@ class MackoHfQuantizer(HfQuantizer):
         """Empty sparse layers on the meta device, of the sizes that the files have."""
         if self.quantization_config.layers and not checkpoint_files and (casts := _casts_integers()):
             raise ValueError(f"state_dict: {casts}")
-        shapes = _tensor_shapes(checkpoint_files)
+        shapes = tensor_shapes(checkpoint_files)
         tripwires: set[str] = set()
         prefix = f"{model.base_model_prefix}."
         for saved, about in self.quantization_config.layers.items():
@@ -213,16 +223,7 @@ class MackoHfQuantizer(HfQuantizer):
             linear = _submodule(model, name)
             if not isinstance(linear, nn.Linear):
                 raise ValueError(f"{saved} is a packed layer, in the model it is a {type(linear).__name__}")
-            try:
-                kind, sizes, keys = saved_as(about)
-                tensors = {}
-                for key in keys:
-                    # What is not found here has another name in the file; transformers puts what it loads in its place.
-                    shape, stored = shapes.get(join(saved, key), ((0,), None))
-                    tensors[key] = torch.empty(shape, dtype=stored or linear.weight.dtype, device="meta")
-                packed = kind(**tensors, **sizes)  # type: ignore[arg-type]
-            except ValueError as error:
-                raise ValueError(f"{saved}: {error}") from None
+            packed = without_content(saved, about, shapes, linear.weight.dtype)
             if packed.shape != linear.weight.shape:
                 if IGNORES_SIZES.get():
                     continue  # transformers meets the empty weight, of yet another size, and starts the layer anew
@@ -237,7 +238,7 @@ class MackoHfQuantizer(HfQuantizer):
             model.set_submodule(name, sparse)
             sparse.when_whole = partial(_cut, model, name)
             self._dtypes[name] = _planned(model, join(name, "weight"), linear.weight.dtype, self._dtype)
-            self._packed_names |= {join(name, key) for key in tensors}
+            self._packed_names |= {join(name, key) for key in packed.tensor_names}
         # Empty weights of experts too, which transformers would merge.
         merged = [rf"\.experts\.({'|'.join(PROJECTIONS)})$", r"\.experts\.\d+\.\w+\.weight$"] if self._unfolded else []
         _ignore_unexpected(model, [f"^{pattern}$" for pattern in tripwires] + merged)
@@ -327,8 +328,8 @@ class MackoHfQuantizer(HfQuantizer):
         """Packs a projection of experts, which transformers has merged; if it stays dense, so does the other one."""
         layer, key = self._experts.pop(name), name.rpartition(".")[2]
         module, config = model.get_submodule(layer), self.quantization_config
-        shape = module._parameters[key].shape
-        if weight.shape != shape:
+        expected = module._parameters[key]
+        if weight.shape != getattr(expected, "_local_tensor", expected).shape:  # of a DTensor this process' part
             return False  # transformers then says that the checkpoint is of another size
         w = weight.transpose(1, 2) if module.is_transposed else weight
         row = LayerReport(name, tuple(w.shape), None, "dense", w.nbytes, w.nbytes, linear=False)
@@ -346,6 +347,7 @@ class MackoHfQuantizer(HfQuantizer):
             dense, module = module, SparseExperts(module, {})
             module._parameters.update({k: p for k, p in dense._parameters.items() if k not in module._parameters})
             put(model, layer, module)
+            tensor_parallel.wrap_experts(model, layer, module)
         module._parameters.pop(key)
         module.hold(key, stack)
         for tensor in module.buffers():
@@ -355,6 +357,8 @@ class MackoHfQuantizer(HfQuantizer):
     def _unpack_experts(self, model: Any, layer: str, reason: str) -> None:
         """Makes dense again what was packed before it was known that the module's other projection is not."""
         sparse = model.get_submodule(layer)
+        if "forward" in vars(sparse):
+            raise ValueError(f"{layer}: of this process' part only one projection can be packed ({reason}): ignore it")
         put(model, layer, sparse.to_dense())
         for row in self.report.layers:
             if row.name.rpartition(".")[0] == layer:
@@ -467,13 +471,18 @@ class MackoHfQuantizer(HfQuantizer):
         for name, module in list(model.named_modules()):
             if isinstance(module, SparseExperts):
                 put(model, name, module.to_dense().to(dtype))
-        dense: dict[nn.Module, nn.Linear] = {}
-        for name, module in list(model.named_modules(remove_duplicate=False)):
-            if isinstance(module, SparseLinear):
-                if module not in dense:
-                    dense[module] = with_hooks(module.to_linear().to(dtype), module)
-                model.set_submodule(name, dense[module])
-        return model
+        return unpacked(model, dtype)
+
+
+def unpacked(model: Any, dtype: torch.dtype | None = None) -> Any:
+    """The model, with dense layers in the places of packed ones."""
+    dense: dict[nn.Module, nn.Linear] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, SparseLinear):
+            if module not in dense:
+                dense[module] = with_hooks(module.to_linear().to(dtype), module)
+            model.set_submodule(name, dense[module])
+    return model
 
 
 class _Loading(SparseLinear):
@@ -622,7 +631,27 @@ _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "
 _DTYPES |= {"I16": torch.int16, "U16": torch.uint16, "I32": torch.int32, "I64": torch.int64}
 
 
-def _tensor_shapes(files: list[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+def without_content(
+    layer: str, about: Any, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype | None]], dtype: torch.dtype
+) -> PackedWeight:
+    """A layer's packed weight on the meta device, by what files say of it and by the shapes of their tensors.
+
+    Raises:
+        ValueError: they say it wrong; names the layer.
+    """
+    try:
+        kind, sizes, keys = saved_as(about)
+        tensors = {}
+        for key in keys:
+            # What is not found has another name in the file; transformers puts what it loads in its place.
+            shape, stored = shapes.get(join(layer, key), ((0,), None))
+            tensors[key] = torch.empty(shape, dtype=stored or dtype, device="meta")
+        return kind(**tensors, **sizes)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{layer}: {error}") from None
+
+
+def tensor_shapes(files: list[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
     """Shape and dtype of every tensor of safetensors files."""
     found = {}
     for name in files:

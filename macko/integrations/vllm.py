@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -30,16 +30,15 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-from ..choose.options import Options
 from ..choose.slide import Whole
 from ..nn.convert import convert_weight
 from ..nn.find import matching
 from ..weights import PackedWeight
-from . import stacked
+from . import stacked, vllm_experts
 from .config import Settings
 
 logger = init_logger("vllm.macko")  # vLLM shows loggers below its own name only
@@ -99,15 +98,17 @@ class MackoConfig(Settings, QuantizationConfig):
         self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
         self.ignore = hf_to_vllm_mapper.apply_list(self.ignore)
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
-        """Packed or Arriving; vLLM's own for what stays dense, and None, which is that too, for all but linear layers.
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Packed or Arriving, of experts likewise; vLLM's own for what stays dense, or None, which is that too.
 
         Raises:
-            ValueError: of layers that vLLM stacks some are packed and some are not, or experts are packed.
+            ValueError: of layers that vLLM stacks some are packed and some are not, or packed experts do not go with
+                what is asked of the engine.
         """
         is_head = isinstance(layer, ParallelLMHead)
+        if isinstance(layer, RoutedExperts):
+            return vllm_experts.method_of(self, layer, prefix)
         if not is_head and not isinstance(layer, LinearBase):
-            self._leave_experts(layer, prefix)
             return None
         dense = UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
         names = stacked.names_of(prefix, self.packed_modules_mapping)
@@ -125,21 +126,9 @@ class MackoConfig(Settings, QuantizationConfig):
             return dense
         return dense if is_head and self.tied else Arriving(self, prefix, dense)
 
-    def _leave_experts(self, layer: nn.Module, prefix: str) -> None:
-        """ValueError where a mixture's experts are packed; else a line that they stay dense."""
-        if not hasattr(layer, "moe_config"):
-            return
-        if packed := next((name for name in self.layers if name.startswith(f"{prefix}.")), None):
-            raise ValueError(f"{packed} is packed, and macko has no kernels for experts in vLLM: leave them dense")
-        logger.info("%s stays dense: macko packs linear layers, not experts", prefix)
 
-
-class _Method(LinearMethodBase):
+class _Method(vllm_experts.OfLayer, LinearMethodBase):
     """Holds one layer's weight packed, this rank's part of it, and multiplies."""
-
-    def __init__(self, config: MackoConfig, name: str, dense: LinearMethodBase) -> None:
-        self.config, self.name, self.dense = config, name, dense
-        self.engine = get_current_vllm_config()
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return stacked.linear(layer, x, bias)
@@ -147,24 +136,12 @@ class _Method(LinearMethodBase):
     def dequantize_weight(self, layer: nn.Module) -> Tensor:
         return stacked.dense(layer)
 
-    def run_on(self, device: torch.device, options: Options) -> Options:
-        """The options, or those of "auto" where their format does not run on the device, with a warning."""
-        if not (reason := options.not_on(device)):
-            return options
-        logger.warning_once(f"format {reason}, the model is on {device.type}: held as auto")
-        return Options(tokens=options.tokens, values=options.values)
-
     def hold(self, layer: nn.Module, packed: PackedWeight) -> None:
         """Puts the packed weight into the layer, and says so."""
         stacked.hold(layer, packed)
         self.note(True)
         logger.debug("%s: %s, %d bytes, %s", self.name, list(packed.shape), packed.nbytes, packed.label)
         logger.info_once(f"macko packs linear layers: {packed.label}")
-
-    def note(self, is_packed: bool) -> None:
-        """Tells vLLM's caches of compiled code what has become of the layer."""
-        if isinstance(self.engine.additional_config, dict):
-            self.engine.additional_config.setdefault(stacked.NAMESPACE, {})[self.name] = is_packed
 
 
 class Arriving(_Method):

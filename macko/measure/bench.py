@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from ..choose.patterns import density_of
 from ..files import check_whole
 from ..fuse import Fuse
 from ..nn.convert import MIN_SPARSITY, sparsify_
+from ..nn.experts import PackedStack, SparseExperts, find_experts, is_experts, oriented, projections
 from ..nn.find import IGNORED, find_linears
 from ..nn.linear import SparseLinear
 from ..nn.merge import split_
@@ -113,7 +115,9 @@ def run(options: argparse.Namespace, source: str, measuring: Callable[..., list[
 
 def _has_zeros(model: Any) -> bool:
     """Whether some layer is likely to be packed."""
-    found = (layer.module.weight for layer in find_linears(model, IGNORED, None) if not layer.left_out)
+    found = [layer.module.weight for layer in find_linears(model, IGNORED, None) if not layer.left_out]
+    for experts in find_experts(model, IGNORED, None):
+        found += [oriented(experts.module, key)[0] for key in projections(experts.module)]
     return any((density_of(weight.detach()) or 0.0) <= 1 - MIN_SPARSITY for weight in found)
 
 
@@ -172,7 +176,7 @@ def generate(model: Any, prompts: Tensor, new_tokens: int, compiled: str, **more
         if options := COMPILED[compiled]:
             from transformers import CompileConfig
 
-            sparse = any(isinstance(module, SparseLinear) for module in model.modules())
+            sparse = any(isinstance(module, (SparseExperts, SparseLinear)) for module in model.modules())
             options = {"triton.cudagraphs": True, **options, **(FOR_SPARSE if sparse else {})}
             settings["compile_config"] = CompileConfig(mode=None, options=options)  # type: ignore[arg-type]
     model.generate(prompts, max_new_tokens=new_tokens, **settings)
@@ -210,6 +214,8 @@ def _make_dense(model: Any) -> None:
     for name, module in list(model.named_modules()):
         if isinstance(module, SparseLinear):
             model.set_submodule(name, module.to_linear())
+        elif isinstance(module, SparseExperts):
+            model.set_submodule(name, module.to_dense())
 
 
 def _logits(model: Any, prompt: Tensor) -> Tensor:
@@ -218,18 +224,29 @@ def _logits(model: Any, prompt: Tensor) -> Tensor:
 
 
 def _bits(model: nn.Module) -> dict[str, Tensor]:
-    """Of each linear layer the sums of its weight's bits by column and by row: what tells weights apart."""
+    """Of the weight of each linear layer and of all experts the sums of its bits by column and by row."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            weight = module.weight.detach().as_subclass(Tensor) + 0  # -0.0, which no format keeps, is 0.0
-            bits = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
-            found[name] = torch.cat((bits.sum(0), bits.sum(1))).cpu()
+            found[name] = _sums_of_bits(module.weight.detach().as_subclass(Tensor))
+        elif is_experts(module):
+            found |= {f"{name}.{key}": _sums_of_bits(oriented(module, key)) for key in projections(module)}
+        elif isinstance(module, SparseExperts):
+            found |= {f"{name}.{key}": _sums_of_bits(s.to_dense()) for key, s in module.packed_stacks().items()}
     return found
+
+
+def _sums_of_bits(weight: Tensor) -> Tensor:
+    """What tells weights apart, [..., rows, cols]."""
+    weight = weight + 0  # -0.0, which no format keeps, is 0.0
+    bits = weight.view(torch.int16 if weight.element_size() == 2 else torch.int32)
+    return torch.cat((bits.sum(-2).flatten(), bits.sum(-1).flatten())).cpu()
 
 
 def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_bits: dict[str, Tensor]) -> list[Line]:
     """Each sparse layer against its dense twin, on what it is given in the model for these numbers of tokens.
+
+    Of experts each projection, with the first, the last and the busiest of those that have tokens.
 
     A bound on logits, through every layer, would be too wide to say anything. But nothing changes beside the layers: so
     each weight has to be the twin's bit for bit, unless it was rounded to 8 bits, and each output within what rounding
@@ -242,10 +259,9 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
     Raises:
         ValueError: a weight is another one than in dense_bits, which is from `_bits` of the dense model.
     """
+    rounded = {n for n, m in model.named_modules() if isinstance(m, SparseLinear) and not m.packed.lossless}
     for name, bits in _bits(model).items():
-        layer = model.get_submodule(name)
-        rounded = isinstance(layer, SparseLinear) and not layer.packed.lossless
-        if not rounded and not torch.equal(bits, dense_bits[name]):
+        if name not in rounded and not torch.equal(bits, dense_bits[name]):
             raise ValueError(f"{name}: the packed weight is not the dense one")
     worst: list[Line] = []
 
@@ -254,7 +270,26 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
         weight = layer.weight.as_subclass(Tensor)
         if x.is_cuda and multiplies_codes(x.device, x[..., 0].numel()):
             weight = packed.unrounded()
-        wanted, bound = reference.linear(x, weight, layer.bias, y.dtype, by_torch=x[..., 0].numel() > 1)
+        judge(name, x, weight, layer.bias, y)
+
+    def compare_experts(
+        name: str, part: PackedStack, y: Tensor, x: Tensor, ends: Tensor, order: Tensor | None, top_k: int, gated: bool
+    ) -> None:
+        if order is not None:
+            x = x[order // top_k]
+        if gated:  # by torch, whose exp is another one: the product alone is judged
+            gate, up = x.chunk(2, -1)
+            x = nn.functional.silu(gate) * up
+            y = part.forward(x, ends)
+        begins, weights = [0, *ends.tolist()], part.stack.to_dense()
+        counts = [end - begin for begin, end in itertools.pairwise(begins)]
+        some = [e for e, count in enumerate(counts) if count]
+        for e in {*some[:1], *some[-1:], *([max(some, key=counts.__getitem__)] if some else [])}:
+            here = slice(begins[e], begins[e + 1])
+            judge(name, x[here], weights[e], None, y[here])
+
+    def judge(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
+        wanted, bound = reference.linear(x, weight, bias, y.dtype, by_torch=x[..., 0].numel() > 1)
         # Inf on both sides is no difference; NaN, and Inf on one side, are over every bound.
         same = y.isinf() & (y == wanted.to(y.dtype))
         off = torch.where(same, 0.0, (y - wanted).abs() / bound).nan_to_num(nan=torch.inf)
@@ -266,6 +301,11 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
         for name, layer in model.named_modules():
             if isinstance(layer, SparseLinear):
                 hook = layer.register_forward_hook(lambda layer, args, y, name=name: compare(name, layer, args[0], y))
+                hooks.enter_context(hook)
+            elif isinstance(layer, PackedStack):
+                hook = layer.register_forward_hook(
+                    lambda part, args, y, name=name: compare_experts(name, part, y, *args)
+                )
                 hooks.enter_context(hook)
         for count in sorted({min(count, prompt.shape[1]) for count in tokens}):
             worst.append({"tokens": count, "of_bound": 0.0})
@@ -283,18 +323,18 @@ def _verdict(worst: list[Line]) -> str:
 
 
 def _load(source: str, device: torch.device, dtype: torch.dtype, weights_dtype: str | None) -> Any:
-    """A checkpoint, or a Llama of random weights, that were of weights_dtype before where that is given."""
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+    """A checkpoint, or a model of random weights, that were of weights_dtype before where that is given."""
+    from transformers import AutoModelForCausalLM
 
+    auto: Any = AutoModelForCausalLM
     if not source.startswith("random:"):
-        auto: Any = AutoModelForCausalLM
         dense, loaded = auto.from_pretrained(source, dtype=dtype, output_loading_info=True)
         check_whole(dense, loaded["missing_keys"], loaded["unexpected_keys"], source)
         return dense.to(device).eval()
     config = runs.random_config(source, dtype=dtype)  # which transformers before 5.9 does not note by itself
     torch.manual_seed(0)
     with device, torch.no_grad():
-        model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+        model = auto.from_config(config, dtype=dtype).eval()
         if weights_dtype:
             for parameter in model.parameters():
                 parameter.copy_(parameter.to(getattr(torch, weights_dtype)))

@@ -33,14 +33,16 @@ class _Called(TorchDispatchMode):
 
 
 def _test_experts(w: Tensor, x: Tensor) -> None:
-    """linear_experts of two experts, w and -w."""
+    """linear_experts of two experts, w and -w, and what stands around it: the first token is the second one's."""
     rows = len(w)
     filled = torch.nn.functional.pad(w, (0, 0, 0, -rows % 64))
     stack = TileWeight.from_dense(torch.cat([filled, -filled]))
-    ends = torch.tensor([1, len(x)], dtype=torch.int32, device=w.device)
-    y = ops.linear_experts(x, *stack.packed, rows, ends).double()
+    order, places, ends = ops.expert_order(torch.tensor([[1]] + [[0]] * (len(x) - 1), device=w.device), 2)
+    y = ops.linear_experts(x, *stack.packed, rows, ends, order)
     wanted = x.double() @ w.double().t()
-    assert torch.equal(y, torch.cat([wanted[:1], -wanted[1:]])), "linear_experts is off"
+    assert torch.equal(y.double(), torch.cat([wanted[1:], -wanted[:1]])), "linear_experts is off"
+    total = ops.expert_sum(y, places, torch.full_like(x[:, :1], 0.5)).double()
+    assert torch.equal(total, torch.cat([-wanted[:1], wanted[1:]]) / 2), "expert_sum is off"
 
 
 def self_test(device: torch.device, dtype: torch.dtype) -> None:

@@ -54,7 +54,8 @@ _SLOW = ["vllm.model_executor.models.llama", "vllm.v1.worker.gpu_model_runner"]
 _MORE = 1
 #: A side takes so many seconds at most: compiling for a new shape takes minutes.
 TIMEOUT = 540
-_ENVIRONMENT = {
+#: What vLLM is told by its environment, before it is imported.
+ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function of ours looks at the model
     "VLLM_NO_USAGE_STATS": "1",
@@ -83,11 +84,11 @@ def run(options: argparse.Namespace, source: str) -> None:
         raise ValueError(f"--sides has {', '.join(unknown)}, expected some of {', '.join(SIDES)}")
     if (int4 := [side for side in options.sides if side.startswith("int4")]) and not is_random:
         raise ValueError(f"--sides has {int4[0]}, which is of random: alone: its weights are no model's")
-    given = _engine_args(options.engine_args)
+    given = engine_args(options.engine_args)
     runs.check(options)
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("--engine vllm: vLLM is not installed beside macko")
-    os.environ.update({name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()})
+    os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
     results: list[Result] = []
     if is_random:
         source = _random_folder(source)
@@ -114,14 +115,14 @@ def asked_of_macko(options: argparse.Namespace) -> dict[str, Any]:
 def _random_folder(source: str) -> str:
     """A folder with the config alone, beside vLLM's compiled code, which is found again by the folder's name only."""
     folder = Path(os.environ.get("VLLM_CACHE_ROOT", "~/.cache/vllm")).expanduser() / "macko" / source[len("random:") :]
-    config = runs.random_config(source, architectures=["LlamaForCausalLM"]).to_json_string()
+    config = runs.random_config(source).to_json_string()
     folder.mkdir(parents=True, exist_ok=True)
     (part := folder / f"config.{os.getpid()}").write_text(config, encoding="utf-8")
     part.replace(folder / "config.json")  # at once: another process may be reading it
     return str(folder)
 
 
-def _engine_args(text: str) -> dict[str, Any]:
+def engine_args(text: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         if isinstance(given := json.loads(text), dict):
             return given
@@ -131,36 +132,41 @@ def _engine_args(text: str) -> dict[str, Any]:
 def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str, Any]) -> list[Result]:
     """What a process of its own finds, each written to options.json at once; a line says so where it finds nothing."""
     results: list[Result] = []
-    # Not a fork of this process: transformers may have asked for GPUs here, and no fork can use CUDA after that. Nor
-    # can a fork of one that imports vLLM alone, where vLLM has asked.
-    for method in ("forkserver", "spawn"):
-        with contextlib.closing(_messages(method, side, folder, options, given)) as messages:
-            for found in messages:
-                if found == _NO_CUDA:
-                    break
-                result, line = found
-                if result is not None:
-                    results.append(result)
-                    runs.show([result], memory="weights")
-                runs.append(options.json, [line])
-            else:
-                break
+    for result, line in in_a_process(_measure, side, folder, options, given):
+        if result is not None:
+            results.append(result)
+            runs.show([result], memory="weights")
+        runs.append(options.json, [line])
     if not results:
         print(f"{side}: no times", flush=True)
     return results
+
+
+def in_a_process(measure: Callable[..., None], *what: Any) -> Generator[Any, None, None]:
+    """What measure(*what, pipe) sends from a process of its own that can use CUDA, until it fails or takes too long."""
+    # Not a fork of this process: transformers may have asked for GPUs here, and no fork can use CUDA after that. Nor
+    # can a fork of one that imports vLLM alone, where vLLM has asked.
+    for method in ("forkserver", "spawn"):
+        with contextlib.closing(_messages(method, measure, *what)) as messages:
+            for found in messages:
+                if found == _NO_CUDA:
+                    break
+                yield found
+            else:
+                return
 
 
 #: What a process sends that cannot use CUDA.
 _NO_CUDA = "no CUDA"
 
 
-def _messages(method: str, *what: Any) -> Generator[Any, None, None]:
+def _messages(method: str, measure: Callable[..., None], *what: Any) -> Generator[Any, None, None]:
     """What _run sends from a process that is started so, until it fails or takes too long."""
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(_SLOW)
     theirs, ours = context.Pipe()
-    process = context.Process(target=_run, args=(_measure, *what, ours))
+    process = context.Process(target=_run, args=(measure, *what, ours))
     process.start()
     ours.close()
     end, wait = time.monotonic() + TIMEOUT, 0
@@ -215,7 +221,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     start = time.perf_counter()
     llm = LLM(folder, **engine)
     started = time.perf_counter() - start
-    ranks = llm.apply_model(_bytes_and_seconds)
+    ranks = llm.apply_model(bytes_and_seconds)
     held, loading = max(size for size, _ in ranks), max((each for _, each in ranks if each), default=None)
     if makes and loading is None:  # vLLM says what its ranks are, on a CPU for one
         raise RuntimeError("vLLM's ranks are no forks, so their random weights have no zeros: give a folder")
@@ -233,12 +239,12 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
 
     for batch in options.batch:
         prompt, new = options.prompt_tokens[0], options.new_tokens
-        more, less = (lambda count=count: _generate(llm, batch, prompt, count) for count in (1 + new, 1))  # noqa: B023
+        more, less = (lambda count=count: generate(llm, batch, prompt, count) for count in (1 + new, 1))  # noqa: B023
         seconds = runs.difference(more, less, on_gpu)
         per_token = None if seconds is None else seconds / new
         send(runs.result(side, "decode", batch, prompt, batch, per_token, held))
     for prompt in options.prompt_tokens:
-        seconds = min(runs.seconds(lambda prompt=prompt: _generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
+        seconds = min(runs.seconds(lambda prompt=prompt: generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
         send(runs.result(side, "prefill", 1, prompt, prompt, seconds, held))
     pipe.send((None, {**dataclasses.asdict(side), **_tokens(llm, options), **about}))
 
@@ -255,11 +261,12 @@ def _tokens(llm: Any, options: argparse.Namespace) -> Line:
     return {**about, "token_ids": list(found.token_ids), "margins": margins}
 
 
-def _generate(llm: Any, batch: int, prompt_tokens: int, new_tokens: int) -> None:
+def generate(llm: Any, batch: int, prompt_tokens: int, new_tokens: int) -> Any:
+    """Greedy tokens after so many prompts at once, and no fewer."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    llm.generate(_prompts(batch, prompt_tokens), params, use_tqdm=False)
+    return llm.generate(_prompts(batch, prompt_tokens), params, use_tqdm=False)
 
 
 def _prompts(batch: int, tokens: int) -> Any:
@@ -283,7 +290,7 @@ def _time_loading() -> None:
     BaseModelLoader.load_model = load_model
 
 
-def _bytes_and_seconds(model: Any) -> tuple[int, float | None]:
+def bytes_and_seconds(model: Any) -> tuple[int, float | None]:
     """Bytes of all weights that the model holds, and the seconds that they took to load, if a fork of ours did it."""
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for t in tensors.values()), getattr(model, "macko_loading_s", None)
@@ -292,16 +299,18 @@ def _bytes_and_seconds(model: Any) -> tuple[int, float | None]:
 def _fill_dummies(sparsity: float, dtype: torch.dtype | None) -> None:
     """Random weights of the right spread, so many of the smallest zero, in place of vLLM's dummies, which have none; of
     that dtype before they have the model's, if one is given."""
-    from ..integrations import vllm
+    from ..integrations import vllm, vllm_experts
 
-    convert, spread = vllm.convert_weight, 0.02
+    convert, stack, spread = vllm.convert_weight, vllm_experts.stack_of, 0.02
     threshold = spread * statistics.NormalDist().inv_cdf((1 + sparsity) / 2)
 
-    def filled(name: str, weight: Tensor, *how: Any) -> Any:
-        weight.normal_(0, spread)
-        if dtype is not None:
-            weight.copy_(weight.to(dtype))
-        weight.mul_(weight.abs() >= threshold)
-        return convert(name, weight, *how)
+    def fill(weight: Tensor) -> Tensor:
+        for part in weight if weight.dim() == 3 else [weight]:  # experts one by one: what this takes besides is theirs
+            part.normal_(0, spread)
+            if dtype is not None:
+                part.copy_(part.to(dtype))
+            part.mul_(part.abs() >= threshold)
+        return weight
 
-    vllm.convert_weight = filled  # type: ignore[assignment]
+    vllm.convert_weight = lambda name, weight, *how: convert(name, fill(weight), *how)  # type: ignore[assignment]
+    vllm_experts.stack_of = lambda weight, *how: stack(fill(weight), *how)  # type: ignore[assignment]

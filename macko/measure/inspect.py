@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,6 +32,9 @@ PANEL, ELEMENTS_A_BYTE = 2**20, 64
 PANEL_COLS = math.lcm(256, *(m for _, m in PATTERNS))
 #: Bytes that a look at a matrix may take: so many a byte of its file, and these.
 BYTES_A_BYTE, MORE_BYTES = 4, 2**25
+#: The name of a matrix of one expert; and what gate's and up's are called, which are packed as one.
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(\w+)(?:\.weight)?$")
+_GATE_UP = ("gate_proj", "up_proj", "w1", "w3", "gate_up_proj")
 
 
 def describe(source: Path, gpu: str | None = None) -> str:
@@ -40,8 +45,9 @@ def describe(source: Path, gpu: str | None = None) -> str:
     with Checkpoint(source) as file:
         method = quantised_by(file.config)
         others = [name for name in file if method and not name.endswith((".weight", ".bias"))]
-        for name, weight, form, size in matrices(file):
+        for name, weight, form, size in chain(matrices(file), single_experts(file)):
             table.add(name, Seen(weight, size), form, size if name in file.layers else None)
+        table.end()
     lines = [str(table)]
     if others:
         lines.append(
@@ -63,6 +69,7 @@ class _Table:
     def __init__(self, times: Times, on_gpu: bool) -> None:
         self.times, self.on_gpu = times, on_gpu
         self.us, self.total, self.memory = [0.0, 0.0], [0, 0], Memory()
+        self.experts: dict[str, Experts] = {}
         titles = ("matrix", ">shape", ">density (sparse)", "n:m", "format", ">bytes", ">as macko", f">on {times.gpu}")
         self.rows: list[tuple[str, ...]] = [(*titles, *((">decode, at best", *Memory.titles) if on_gpu else ()))]
 
@@ -73,11 +80,24 @@ class _Table:
         share = min(1.0, packed_share(density, 8 * dtype.itemsize)) if dtype in DTYPES else 1.0
         after = round(dense_bytes * share) if packed_bytes is None else packed_bytes
         self.total = [self.total[0] + seen.file_bytes, self.total[1] + after]
+        if match := _EXPERT.match(name):
+            stack = f"{match[1]}.*.{'gate_up' if match[3] in _GATE_UP else match[3]}"
+            self.experts.setdefault(stack, Experts()).add(name, seen, form, after)
+            self.memory.add(name, seen, is_expert=True)
+            return
         gain = f"{dense_bytes / after:.2f}x" if 0 < after < dense_bytes else "-"
         shape = "x".join(map(str, seen.shape))
         row = (shape, density_text(density), " ".join(seen.patterns), form, format_bytes(seen.file_bytes))
         more = (gain, *self.memory.add(name, seen)) if self.on_gpu else ()
         self.rows.append((name, *row, format_bytes(after), self._expected(name, seen), *more))
+
+    def end(self) -> None:
+        """A row for each projection of experts: there may be tens of thousands of matrices."""
+        for name, experts in self.experts.items():
+            row = (experts.shape, density_text(experts.density), "", experts.form, format_bytes(experts.file_bytes))
+            listed = f"({experts.listed[0] / max(1, experts.elements):.4%})" if self.on_gpu else ""
+            more = ("", "", "", listed) if self.on_gpu else ()
+            self.rows.append((name, *row, format_bytes(experts.after), "", *more))
 
     def _expected(self, name: str, seen: Seen) -> str:
         """As "1.52x tile": the gain for one token in the fastest format; empty where nothing is known."""
@@ -103,7 +123,7 @@ class _Table:
 
     def notes(self) -> list[str]:
         """What the columns are, a line each."""
-        lines = [self.memory.note()]
+        lines = [self.memory.note(), experts_note(self.experts.values())]
         if self.on_gpu:
             lines.append(
                 "decode, at best: dense over packed bytes, what a layer gains for one token when memory alone decides."
@@ -187,6 +207,61 @@ class Seen:
         return Dense12Weight.bytes_of(rows, cols, listed, fullest)
 
 
+class Experts:
+    """The matrices of a projection of all experts of a module, gate's and up's together, as they are packed.
+
+    Attributes:
+        listed: how many of their elements dense12's table lacks, where it is one for all, and one for each matrix.
+        worst: the largest share that a matrix' own table lacks, and its name.
+    """
+
+    def __init__(self) -> None:
+        self.matrices = self.elements = self.file_bytes = self.after = 0
+        self.nonzeros, self.form, self.worst = 0.0, "", (0.0, "")
+        self.sizes: tuple[int, ...] = ()
+        self.counts: Tensor | None = None
+        self.dtype, self.listed_each = torch.bfloat16, 0
+
+    def add(self, name: str, seen: Seen, form: str, after: int) -> None:
+        self.matrices, self.elements = self.matrices + 1, self.elements + seen.elements
+        self.file_bytes, self.after = self.file_bytes + seen.file_bytes, self.after + after
+        self.nonzeros += seen.density * seen.elements
+        self.form, self.sizes = form, tuple(seen.shape)
+        if seen.counts is not None:
+            self.dtype = seen.weight.dtype
+            self.counts = seen.counts if self.counts is None else self.counts + seen.counts
+            own, _ = lacking(seen.counts, self.dtype, signed=False)
+            self.listed_each += own
+            self.worst = max(self.worst, (own / max(1, seen.elements), name))
+
+    @property
+    def shape(self) -> str:
+        return f"{self.matrices} x {'x'.join(map(str, self.sizes))}"
+
+    @property
+    def density(self) -> float:
+        return self.nonzeros / max(1, self.elements)
+
+    @property
+    def listed(self) -> tuple[int, int]:
+        of_all = 0 if self.counts is None else lacking(self.counts, self.dtype, signed=False)[0]
+        return of_all, self.listed_each
+
+
+def experts_note(all_experts: Iterable[Experts]) -> str:
+    """What tables of their own would bring, as a line, or nothing."""
+    found = [experts for experts in all_experts if experts.counts is not None]
+    if not found:
+        return ""
+    elements, one, each = (sum(n) for n in zip(*((e.elements, *e.listed) for e in found), strict=True))
+    share, name = max(experts.worst for experts in found)
+    return (
+        f"experts: dense12 lists {one / elements:.4%} of their weights with one table for all of a projection, as "
+        f"macko packs them, and would list {each / elements:.4%} with one for each matrix"
+        + (f", at most {share:.4%}, of {name}." if share else ".")
+    )
+
+
 def is_worth_it(weight: Tensor | PackedWeight | Masked, file_bytes: int) -> bool:
     """Whether a look takes memory and time in proportion to the file; one at what the file has dense always does."""
     if isinstance(weight, Tensor) or (isinstance(weight, PackedWeight) and weight.by_rows() is None):
@@ -210,8 +285,11 @@ class Memory:
     def __init__(self) -> None:
         self.dense = self.raw = self.exact = self.compressed = 0
 
-    def add(self, name: str, seen: Seen) -> tuple[str, str, str]:
-        """Counts one matrix; gives its cells: bytes, and the share of weights that the format's table lacks."""
+    def add(self, name: str, seen: Seen, is_expert: bool = False) -> tuple[str, str, str]:
+        """Counts one matrix; gives its cells: bytes, and the share of weights that the format's table lacks.
+
+        is_expert: it is a part of a stack, whose weights say whether compress_ takes dense12.
+        """
         if seen.counts is None or "embed" in name:
             return "", "", ""
         size = raw = exact = 2 * seen.elements
@@ -225,7 +303,7 @@ class Memory:
             sparse11 = f"{'-' if shorter is None else format_bytes(shorter)} ({lacks / max(1, count):.4%})"
         listed, _ = lacking(seen.counts, seen.weight.dtype, signed=False)
         compressed, dense12 = exact, seen.dense12_bytes(listed)
-        if exact >= DENSE12_SHARE * size and seen.elements >= DENSE12_WEIGHTS and dense12:
+        if exact >= DENSE12_SHARE * size and (is_expert or seen.elements >= DENSE12_WEIGHTS) and dense12:
             compressed = min(exact, dense12)
         left = name.rpartition(".")[0].endswith(IGNORED)  # as sparsify_ leaves it
         self.dense, self.compressed = self.dense + size, self.compressed + compressed
@@ -240,6 +318,16 @@ class Memory:
         ways = {'sparsify_(values="raw")': self.raw, "sparsify_": self.exact, "compress_": self.compressed}
         text = ", ".join(f"{way} {format_bytes(size)}" for way, size in ways.items())
         return f"in memory on a GPU of compute capability 9.0, of {format_bytes(self.dense)}: {text}."
+
+
+def single_experts(file: Checkpoint) -> Iterator[tuple[str, Tensor, str, int]]:
+    """What matrices gives, of each expert of those that a checkpoint has in one tensor [experts, rows, cols]."""
+    for name in file:
+        stem, _, last = name.removesuffix(".weight").rpartition(".")
+        if len(file.shape(name)) == 3 and stem.endswith("experts"):
+            whole = file[name]
+            for expert, weight in enumerate(whole if whole.dtype in DTYPES else ()):
+                yield f"{stem}.{expert}.{last}.weight", weight, "dense", weight.nbytes
 
 
 def matrices(file: Checkpoint) -> Iterator[tuple[str, Tensor | PackedWeight | Masked, str, int]]:

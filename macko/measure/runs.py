@@ -96,21 +96,45 @@ def set_lengths(options: argparse.Namespace, positions: int | None, more: int = 
         raise ValueError(f"--prompt-tokens and --new-tokens take {taken} positions, {options.source} has {positions}")
 
 
-def random_config(source: str, **more: Any) -> Any:
-    """The config of a Llama of random weights: random:7b and random:70b have those of Llama 2."""
-    from transformers import LlamaConfig
+#: Of random: the family of transformers and its sizes, which are those of Llama 2, Mixtral-8x7B and Qwen3-30B-A3B; of
+#: Mixtral's 32 layers half, so that a GPU of 80 GB holds them in 16 bits.
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "7b": ("llama", {"max_position_embeddings": 4096}),
+    "70b": (
+        "llama",
+        {"max_position_embeddings": 4096, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+        | {"num_key_value_heads": 8, "num_hidden_layers": 80},
+    ),
+    "mixtral": ("mixtral", {"num_hidden_layers": 16, "max_position_embeddings": 32768}),
+    "qwen3-30b": (
+        "qwen3_moe",
+        {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32}
+        | {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+        | {"norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 40960},
+    ),
+    "tiny": (
+        "llama",
+        {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
+        | {"num_attention_heads": 4},
+    ),
+    "tiny-mixtral": (
+        "mixtral",
+        {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+        | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4},
+    ),
+}
 
-    tiny = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
-    wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
-    sizes: dict[str, Any] = {
-        "7b": {"max_position_embeddings": 4096},
-        "70b": {"max_position_embeddings": 4096, **wide, "num_hidden_layers": 80},
-        "tiny": {**tiny, "num_attention_heads": 4},
-    }
+
+def random_config(source: str, **more: Any) -> Any:
+    """The config of a model of random weights, of one of SIZES."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     size = source.removeprefix("random:")
-    if size not in sizes:
-        raise ValueError(f"MODEL is {source!r}, expected a folder, or random: with one of {', '.join(sizes)}")
-    return LlamaConfig(**sizes[size], **more)
+    if size not in SIZES:
+        raise ValueError(f"MODEL is {source!r}, expected a folder, or random: with one of {', '.join(SIZES)}")
+    kind, sizes = SIZES[size]
+    return AutoConfig.for_model(kind, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]], **{**sizes, **more})
 
 
 def about_run(options: argparse.Namespace, *names: str) -> Line:

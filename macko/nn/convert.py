@@ -402,7 +402,8 @@ def convert_experts(
         row = LayerReport(f"{found.name}.{key}", tuple(w.shape), None, "dense", w.nbytes, w.nbytes, linear=False)
         rows.append(row)
         target = device or w.device
-        row.reason = found.left_out or _why_not(parameter, row.name, options, target, tied) or not_stacked(options)  # type: ignore[arg-type]
+        row.reason = found.left_out or _experts_out_of_reach(module, key) or ""
+        row.reason = row.reason or _why_not(parameter, row.name, options, target, tied) or not_stacked(options)  # type: ignore[arg-type]
         if row.reason or any(other.reason for other in rows):
             continue
         stacks[key] = stack_of(w.to(target), row, options, min_sparsity)
@@ -411,6 +412,15 @@ def convert_experts(
             row.format, row.bytes_after, row.reason = "dense", row.bytes_before, row.reason or reason
         return rows, None
     return rows, SparseExperts(module, stacks)  # type: ignore[arg-type]  # without a reason none is None
+
+
+def _experts_out_of_reach(module: nn.Module, key: str) -> str:
+    """Why weights of experts alone do not say what they compute, or nothing."""
+    if hasattr(module._parameters[key], "placements"):
+        return "its weight is a DTensor: load the model with a macko.MackoConfig, which packs what each process gets"
+    if "forward" in vars(module):
+        return "its forward has been replaced"
+    return ""
 
 
 def stack_of(w: Tensor, row: LayerReport, options: Options, min_sparsity: float) -> Stack | None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from ..choose.auto import sparse11_of, too_many_listed
 from ..choose.options import Options
-from ..ops import linear_experts
+from ..ops import expert_order, expert_sum, linear_experts
 from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
 from ..weights.registry import ROUNDED_EXPERTS, not_a_stack
+from ..weights.slab import SlabWeight
 from .find import Filter, matching
 from .linear import SparseLinear, as_extra_state, autocast_dtype, unsupported, with_hooks
 
@@ -100,6 +101,18 @@ class Stack:
     def shape(self) -> tuple[int, int, int]:
         return self.experts, self.rows, self.packed.cols
 
+    def expert(self, e: int) -> PackedWeight:
+        """Expert e's matrix, its rows filled up: its slabs where they are. Waits for the device."""
+        data, rows = self.packed.tensors()["data"], self.filled_rows
+        offsets = self.packed.tensors().get("offsets")
+        if offsets is None:
+            return self.packed.replace(data=data.view(self.experts, -1)[e], rows=rows)
+        slabs = SlabWeight.num_slabs(rows, self.packed.cols)
+        own = offsets[e * slabs : (e + 1) * slabs + 1]
+        begin, end, widest = torch.stack((own[0], own[-1], own.diff().max())).tolist()
+        own_data = data[begin * 64 : end * 64]
+        return self.packed.replace(data=own_data, offsets=own - begin, rows=rows, widest=widest)
+
     def to_dense(self) -> Tensor:
         return self.packed.to_dense().view(self.experts, self.filled_rows, self.packed.cols)[:, : self.rows]
 
@@ -147,9 +160,15 @@ class PackedStack(nn.Module):
     def stack(self) -> Stack:
         return Stack(self.kind(**self._buffers, **self.sizes), self.experts, self.rows)  # type: ignore[arg-type]
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Of rows ends[e - 1] up to ends[e] of x the products with expert e; of those behind the last end zeros."""
-        return linear_experts(x, list(self._buffers.values()), self.header, self.rows, ends)  # type: ignore[arg-type]
+    def forward(
+        self, x: Tensor, ends: Tensor, order: Tensor | None = None, top_k: int = 1, gated: bool = False
+    ) -> Tensor:
+        """The products of macko.ops.linear_experts."""
+        return linear_experts(x, list(self._buffers.values()), self.header, self.rows, ends, order, top_k, gated)  # type: ignore[arg-type]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stack.packed.dtype
 
     @property
     def is_saved_dense(self) -> bool:
@@ -261,35 +280,35 @@ class SparseExperts(nn.Module):
             return w.transpose(1, 2).contiguous() if self.is_transposed else w.contiguous()
         return super().__getattr__(name)
 
-    def _linear(self, name: str, x: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
-        y = self._part(name)(x, ends)
+    def _gates_by_silu(self) -> bool:
+        """Whether the gate is the one that linear_experts has: transformers' own, and silu."""
+        gate = getattr(self.experts_class, "_apply_gate", None)
+        own = getattr(gate, "__module__", "") != "transformers.integrations.moe"
+        return not own and self.has_gate and type(self.act_fn).__name__ in ("SiLU", "SiLUActivation")
+
+    def _biased(self, name: str, y: Tensor, ids: Tensor, order: Tensor) -> Tensor:
+        """y rounded, and its sum with the bias, as transformers does it."""
         if not self.has_bias:
             return y
-        return (
-            y + getattr(self, f"{name}_bias")[ids.clamp(max=self.num_experts - 1)]
-        )  # rounded twice, as transformers does
+        return y + getattr(self, f"{name}_bias")[ids.flatten()[order].clamp(max=self.num_experts - 1)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[tokens, hidden] for hidden_states [tokens, hidden], and of each token its experts and their weights [tokens,
         top_k]. No host looks at the routing. An id of num_experts and more is another process' expert: it adds nothing.
         """
-        tokens, top_k = top_k_index.shape
         first, last = projections(self)
-        x = hidden_states if autocast_dtype(hidden_states) is None else hidden_states.to(self.stack(first).packed.dtype)
-        ids, order = torch.sort(top_k_index.reshape(-1), stable=True)
-        experts = torch.arange(self.num_experts, device=ids.device, dtype=ids.dtype)
-        ends = torch.searchsorted(ids, experts, right=True).to(torch.int32)
-        h = self._linear(first, x[order // top_k], ends, ids)
-        h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
-        y = self._linear(last, h, ends, ids)
+        part = self._part(first)
+        x = hidden_states if autocast_dtype(hidden_states) is None else hidden_states.to(part.dtype)
+        order, places, ends = expert_order(top_k_index, self.num_experts)
+        h = self._biased(first, part(x, ends, order, top_k_index.shape[1], False), top_k_index, order)
+        if not (gated := self._gates_by_silu()):
+            h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
+        y = self._biased(last, self._part(last)(h, ends, None, 1, gated), top_k_index, order)
         if getattr(self, "has_post_expert_norm", False):
             y = self.post_expert_norm(y)
-        # Rounded as the weights' dtype says, which is float32 in some models.
-        y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        if getattr(self, "_is_expert_parallel", False):
-            y = y.masked_fill((ids >= self.num_experts).unsqueeze(-1), 0)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return y[back].view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+        if top_k_weights.dtype not in (y.dtype, torch.float32):
+            top_k_weights = top_k_weights.float()
+        return expert_sum(y, places, top_k_weights).to(hidden_states.dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -379,7 +398,7 @@ class UnfoldedExperts(nn.Module):
                 continue
             token, slot = torch.where(top_k_index == e)
             one: Any = self._modules[str(e)]
-            x = hidden_states[token]
+            x, one.routing = hidden_states[token], top_k_weights[token, slot]  # which calibration may look at
             if experts.has_gate:
                 both = (one.gate_proj(x), one.up_proj(x))
                 h = torch.cat(both, -1) if experts.is_concatenated else torch.stack(both, -1).flatten(-2)
@@ -387,38 +406,52 @@ class UnfoldedExperts(nn.Module):
             else:
                 h = experts.act_fn(one.up_proj(x))
             y = one.down_proj(h)
+            routing = vars(one).pop("routing")
             if getattr(experts, "has_post_expert_norm", False):
                 y = experts.post_expert_norm(y)
-            final.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(final.dtype))
+            final.index_add_(0, token, (y * routing.unsqueeze(-1)).to(final.dtype))
         return final
 
     def fold(self, options: Options) -> nn.Module:
-        """The module that it was made of; SparseExperts where that is dense and these layers are packed by now.
+        """Of what these layers hold by now the module that they were made of, dense, or SparseExperts.
 
-        Raises:
-            ValueError: some of them are packed and some are not, or no stack holds them.
+        In the format that all have, if it is one of stacks, as 12 bits are; else as the options say.
         """
         experts = self.of[0]
         ones: list[Any] = [self._modules[str(e)] for e in range(experts.num_experts)]
-        are_packed = {isinstance(layer, SparseLinear) for one in ones for layer in one.children()}
-        if isinstance(experts, SparseExperts) or True not in are_packed:
-            return experts
-        if False in are_packed:
-            raise ValueError("some experts of a module are packed and some are not")
-        folded = SparseExperts(experts, {})
+        layers = [layer for one in ones for layer in one.children()]
+        packed = [layer.packed for layer in layers if isinstance(layer, SparseLinear)]
+        formats = {weight.format for weight in packed}
+        if len(formats) == 1 and not not_a_stack(*formats):
+            options = Options(*formats)
+        stacks: dict[str, Stack] = {}
         for key in projections(experts):
-            layers = [[getattr(one, name) for name in self.parts(key)] for one in ones]
-            w = torch.stack([self._joined([layer.packed.to_dense() for layer in parts]) for parts in layers])
-            folded.hold(key, Stack.from_dense(w, options))
+            parts = [[getattr(one, name) for name in self.parts(key)] for one in ones]
+            w = torch.stack([self._joined([_dense_weight(layer) for layer in of_one]) for of_one in parts])
+            with contextlib.suppress(ValueError):  # which no stack holds
+                if len(packed) == len(layers):
+                    stacks[key] = Stack.from_dense(w, options)
+            if key not in stacks:
+                w = w.transpose(1, 2).contiguous() if experts.is_transposed else w
+                experts._parameters[key] = nn.Parameter(w, requires_grad=False)
             if experts.has_bias:
-                bias = torch.stack([self._joined([layer.bias.detach() for layer in parts]) for parts in layers])
-                folded._parameters[f"{key}_bias"] = nn.Parameter(bias, requires_grad=False)
-        return folded
+                bias = torch.stack([self._joined([layer.bias.detach() for layer in of_one]) for of_one in parts])
+                experts._parameters[f"{key}_bias"] = nn.Parameter(bias, requires_grad=False)
+        if len(stacks) == len(projections(experts)):
+            return SparseExperts(experts, stacks)
+        for key, stack in stacks.items():  # all of it is packed, or nothing
+            w = stack.to_dense().transpose(1, 2) if experts.is_transposed else stack.to_dense()
+            experts._parameters[key] = nn.Parameter(w.contiguous(), requires_grad=False)
+        return experts
 
     def _joined(self, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if self.of[0].is_concatenated else torch.stack(parts, 1).flatten(0, 1)
+
+
+def _dense_weight(layer: nn.Linear) -> Tensor:
+    return layer.packed.to_dense() if isinstance(layer, SparseLinear) else layer.weight.detach()
 
 
 def _layer(weight: Tensor, bias: nn.Parameter | None, is_packed: bool) -> nn.Linear:
@@ -447,11 +480,7 @@ def unfold_(model: nn.Module, which: Callable[[str, nn.Module], bool]) -> list[s
 
 def fold_(model: nn.Module, names: Iterable[str], options: Options) -> None:
     for name in names:
-        unfolded = model.get_submodule(name)
-        try:
-            put(model, name, unfolded.fold(options))  # type: ignore[operator]
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        put(model, name, model.get_submodule(name).fold(options))  # type: ignore[operator]
 
 
 @contextlib.contextmanager

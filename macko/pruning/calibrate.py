@@ -19,7 +19,8 @@ from tqdm.auto import tqdm
 from ..nn.find import FoundLinear
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Statistic = Callable[[Tensor], Tensor]
+#: statistic(inputs [tokens, cols], of an expert's layer the weights [tokens] of its router, or None)
+Statistic = Callable[[Tensor, "Tensor | None"], Tensor]
 #: prune(layer, what was seen of its inputs, whether it is done already)
 Prune = Callable[[FoundLinear, "Tensor | None", bool], None]
 #: By id, a tensor (so that its id stays its own) and where it was moved to.
@@ -130,15 +131,16 @@ def gather(
     """The statistic of each layer's inputs over the calls of the module, by name."""
     seen: dict[str, Tensor] = {}
 
-    def watch(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def watch(found: FoundLinear, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs["input"]
         if x.numel() and statistic:
-            new = statistic(x.reshape(-1, x.shape[-1]).float())
+            routing = next((vars(parent).get("routing") for parent, _ in found.places), None)
+            new, name = statistic(x.reshape(-1, x.shape[-1]).float(), routing), found.name
             seen[name] = seen[name] + new if name in seen else new
 
     with ExitStack() as hooks:
         for layer in layers:
-            hook = partial(watch, layer.name)
+            hook = partial(watch, layer)
             hooks.enter_context(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
         for args, kwargs in calls if layers and statistic else []:
             module(*args, **kwargs)

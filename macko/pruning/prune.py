@@ -25,7 +25,7 @@ from ..nn.find import IGNORED, Filter, FoundLinear, check_model, find_linears, u
 from ..nn.linear import DTYPES, SparseLinear
 from ..nn.report import LayerReport, Report
 from .allocate import STRENGTHS, STRENGTHS_FITTED, allocate
-from .calibrate import calibrate, evaluating
+from .calibrate import Statistic, calibrate, evaluating
 from .grids import Grid
 from .reconstruct import Fitter, Recipe, recipe_of
 
@@ -139,18 +139,27 @@ def _lowest_of_row(score: Tensor, count: int) -> Tensor:
     return smaller | (equal & (equal.cumsum(1, dtype=torch.int32) <= left))
 
 
-def _squares(x: Tensor) -> Tensor:
+def _squares(x: Tensor, routing: Tensor | None) -> Tensor:
     return x.square().sum(0)
 
 
-def _products(x: Tensor) -> Tensor:
+def _routed_squares(x: Tensor, routing: Tensor | None) -> Tensor:
+    return _squares(x if routing is None else x * routing.unsqueeze(-1), None)
+
+
+def _products(x: Tensor, routing: Tensor | None) -> Tensor:
     return x.t() @ x
 
 
 #: By name: method(weight [rows, cols], share of zeros, pattern, what was seen) -> pruned weight.
-METHODS: dict[str, Callable[..., Tensor]] = {"magnitude": magnitude, "wanda": wanda, "sparsegpt": sparsegpt}
+METHODS: dict[str, Callable[..., Tensor]] = {
+    "magnitude": magnitude,
+    "wanda": wanda,
+    "moe-pruner": wanda,
+    "sparsegpt": sparsegpt,
+}
 #: What a method sums over the inputs [tokens, cols] of a layer; a method that is not here needs no calibration.
-STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {"wanda": _squares, "sparsegpt": _products}
+STATISTICS: dict[str, Statistic] = {"wanda": _squares, "moe-pruner": _routed_squares, "sparsegpt": _products}
 
 
 def prune_(
@@ -178,8 +187,9 @@ def prune_(
             calibration, and one pass of it more.
         method: "magnitude": the smallest values of a row, which takes no calibration and is the default here (the
             command's is wanda); "wanda" (Sun et al., 2023, arXiv 2306.11695): the smallest of value times norm of its
-            input; "sparsegpt" (Frantar and Alistarh, 2023, arXiv 2301.00774): what changes the layer's output least,
-            and the other weights are corrected for it.
+            input; "moe-pruner" (Xie et al., 2024, arXiv 2410.12013): the same, but the input of an expert counts as its
+            router weighs it; "sparsegpt" (Frantar and Alistarh, 2023, arXiv 2301.00774): what changes the layer's
+            output least, and the other weights are corrected for it.
         pattern: "n:m", at most n non-zeros in every m columns that follow each other ("2:4", "6:8"); says the sparsity.
         calibration: batches for model(batch), model(*batch) or model(**batch) by their type: a few dozen real texts.
         ignore, filter_fn, progress: as in macko.sparsify_.
@@ -195,7 +205,8 @@ def prune_(
     Returns:
         A Report of every nn.Linear with the density it has now, why it was left, and what was fitted. A shared weight
         is pruned once; what looks like a layer and is none (GPT-2's Conv1D) is named too. Experts of a mixture that
-        transformers holds in one tensor are pruned one by one, as layers NAME.experts.3.gate_proj of their own tokens.
+        transformers holds in one tensor are pruned one by one, as layers NAME.experts.3.gate_proj of their own tokens;
+        a line names those that no token of the calibration reached.
 
     Example:
         >>> macko.prune_(model, 0.5, "wanda", calibration=[tokenizer(text, return_tensors="pt") for text in texts])
@@ -243,7 +254,8 @@ def _prune(
     with torch.no_grad():
         pruning.run(model, todo, batches, progress)
     rows = [*(_row(layer, reasons[layer.name]) for layer in found), *unpackable(model)]
-    return Report(rows, fitter.fits if fitter else [], pruning.notes + _exponents(todo))
+    notes = [*pruning.notes, *pruning.unreached(), *_exponents(todo)]
+    return Report(rows, fitter.fits if fitter else [], notes)
 
 
 @dataclasses.dataclass
@@ -261,6 +273,8 @@ class _Pruning:
     zeros: dict[str, int] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     pruned: list[str] = dataclasses.field(default_factory=list)
+    #: Layers that no input reached in calibration.
+    unseen: list[str] = dataclasses.field(default_factory=list)
 
     def run(self, model: nn.Module, todo: list[FoundLinear], batches: list[Any], progress: bool) -> None:
         """All layers; how far it came is noted on whatever stops it."""
@@ -304,7 +318,7 @@ class _Pruning:
             return wanda(weight, share, None, seen) if seen is not None else magnitude(weight, share, None, None)
 
         with evaluating(model):
-            statistic = _squares if data else None
+            statistic = None if not data else _routed_squares if self.method == "moe-pruner" else _squares
             self.zeros, errors = allocate(
                 model, todo, batches, self.share, statistic, prune, self.device, bar,
                 STRENGTHS_FITTED if self.fitter else STRENGTHS,
@@ -322,6 +336,13 @@ class _Pruning:
         new = self._kept(layer) if kept else self._new(layer, seen)
         self.pruned.append(layer.name)  # a KeyboardInterrupt comes behind copy_, not within it
         layer.module.weight.copy_(new)
+
+    def unreached(self) -> list[str]:
+        """Which layers were pruned without data, as a line."""
+        if not (names := self.unseen):
+            return []
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        return [f"By magnitude, as no input reached them in calibration: {', '.join(names[:4])}{more}."]
 
     def keep(self, layer: FoundLinear) -> None:
         """Puts a layer that will not change any more into `done`."""
@@ -341,6 +362,7 @@ class _Pruning:
         if self.method in STATISTICS and (seen is None or not seen.any()):
             warnings.warn(f"{layer.name}: no input reached it in calibration; pruned by magnitude", stacklevel=3)
             use = magnitude
+            self.unseen.append(layer.name)
         share = self.zeros[layer.name] / weight.numel() if layer.name in self.zeros else self.share
         try:
             return use(weight if self.device is None else weight.to(self.device), share, self.pattern, seen)

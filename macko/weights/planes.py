@@ -14,8 +14,6 @@ from typing_extensions import Self
 from .base import PackedWeight
 from .slab import Dense12Weight
 
-#: Elements that torch's ops unpack at a time: each takes some ten bytes meanwhile.
-_AT_ONCE = 1 << 24
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -108,12 +106,14 @@ class Planes12Weight(PackedWeight):
         return sizes
 
     def materialized(self, device: torch.device | None = None) -> Dense12Weight:
-        """In dense12, packed on the device. ValueError where that does not hold it: too many elements are listed."""
+        """In dense12, packed on the device. ValueError where that does not hold it: too many elements are listed.
+
+        The weight has been validated.
+        """
         if self.device.type == "meta":
             sizes = dict.fromkeys(Dense12Weight.size_names, 0) | {"rows": self.rows, "cols": self.cols}
             return Dense12Weight(torch.empty(0, dtype=self.dtype, device="meta"), **sizes)
         moved = self if device is None or device.type == "meta" else self.to(device)
-        moved.validate()
         return Dense12Weight.from_dense(moved.to_dense())
 
     def parted(self) -> Self:
@@ -131,67 +131,12 @@ class Planes12Weight(PackedWeight):
         fullest = int(slab.bincount().max()) if self.listed else 0
         return Dense12Weight.bytes_of(self.rows, self.cols, self.listed, fullest) is not None
 
-    def to_dense(self) -> Tensor:
-        if self.device.type == "cpu":
-            return super().to_dense()
-        dense = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        step = max(1, _AT_ONCE // max(1, self.cols))
-        for first in range(0, self.rows, step):
-            dense.view(torch.int16)[first : first + step] = self._bits(first, min(self.rows, first + step))
-        if self.listed:
-            dense.view(torch.int16)[self._listed_rows(), self.columns.long()] = self.values
-        return dense
-
-    def _bits(self, first: int, stop: int) -> Tensor:
-        """The bits of rows first to stop, int16, but for the list; by torch's ops, on any device."""
-        upper = torch.cat([self.table, self.table | 128]).to(torch.int16) << 8
-        bits = upper[self._nibbles(first, stop).int()] | self.low[first:stop]
-        return bits & -0x8000 | (bits & 0xFFF) << 3 if self.dtype == torch.float16 else bits
-
-    def _nibbles(self, first: int, stop: int) -> Tensor:
-        high = self.high[first:stop]
-        return torch.stack([high & 15, high >> 4], -1).flatten(1)[:, : self.cols]
+    def _nibbles(self) -> Tensor:
+        return torch.stack([self.high & 15, self.high >> 4], -1).flatten(1)[:, : self.cols]
 
     def _listed_rows(self) -> Tensor:
         """The row of each listed element."""
         return torch.repeat_interleave(self.row_ptr.diff(), output_size=self.listed)
-
-    def validate(self) -> None:
-        if self._bad_field() or self.device.type == "cpu" or not self._is_whole():
-            moved = {name: t.cpu() for name, t in self.tensors().items()} if not self._bad_field() else {}
-            PackedWeight.validate(self.replace(**moved))
-
-    def _is_whole(self) -> bool:
-        """Whether every rule holds, by torch's ops where the tensors are: a GPU's need not come back for that."""
-        wanted = {
-            "low": (torch.uint8, [self.rows, self.cols]),
-            "high": (torch.uint8, [self.rows, (self.cols + 1) // 2]),
-            "table": (torch.uint8, [8]),
-            "row_ptr": (torch.int32, [self.rows + 1]),
-            "columns": (torch.int32, [self.listed]),
-            "values": (torch.int16, [self.listed]),
-        }
-        if any((t.dtype, list(t.shape)) != wanted[name] for name, t in self.tensors().items()):
-            return False
-        table, ends = self.table.tolist(), self.row_ptr[[0, -1]].tolist()
-        rising = sorted({0, *table})
-        is_table = (
-            table == rising + [0] * (8 - len(rising)) and table[0] == 0 and max(table) < (128, 16)[not self.source]
-        )
-        if not is_table or ends != [0, self.listed] or bool((self.row_ptr.diff() < 0).any()):
-            return False
-        rows, columns = self._listed_rows(), self.columns.long()
-        follows = (rows.diff() > 0) | (columns.diff() > 0)
-        if not bool(((columns >= 0) & (columns < self.cols)).all() & follows.all()):
-            return False
-        nibbles = self.high[rows, columns // 2] >> (4 * (columns % 2)).to(torch.uint8) & 15
-        is_free = (self.low[rows, columns] | nibbles) == 0
-        split = self.values.int() & 0x7FFF
-        lower = split & 7 if self.dtype == torch.float16 else torch.zeros_like(split)
-        upper = split >> (11 if self.dtype == torch.float16 else 8)
-        has_code = torch.isin(upper, self.table.int()) & (lower == 0)
-        padding = self.high[:, -1:] >> 4 if self.cols % 2 else self.high[:, :0]
-        return bool(is_free.all() & ~has_code.any() & ~padding.any())
 
     # ---- Rows and columns ----
 
@@ -206,7 +151,7 @@ class Planes12Weight(PackedWeight):
             )  # fmt: skip
         high = self.high[:, start // 2 : (stop + 1) // 2].clone()
         if start % 2:
-            nibbles = pad(self._nibbles(0, self.rows)[:, start:stop], (0, (stop - start) % 2))
+            nibbles = pad(self._nibbles()[:, start:stop], (0, (stop - start) % 2))
             high = nibbles[:, ::2] | nibbles[:, 1::2] << 4
         elif stop % 2:
             high[:, -1] &= 15

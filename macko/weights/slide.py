@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from .. import ops
+from .. import _library, ops
 from .base import PackedWeight, Shape, not_held, stacked_codes
 
 #: Types of a slide weight's values, by SlideWeight.element, and of its activations, by SlideWeight.source.
@@ -63,7 +63,7 @@ class SlideWeight(PackedWeight):
 
         Not where float8 products are made of half-precision ones: before sm_89, and on sm_100 to 110.
         """
-        major, minor = (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+        major, minor = (9, 0) if device.type == "cpu" else _library.code_capability(device)
         has_float8 = (8, 9) <= (major, minor) < (10, 0) or major >= 12
         return major >= 8 and dtype in SLIDE_ELEMENTS and (dtype != torch.float8_e4m3fn or has_float8)
 

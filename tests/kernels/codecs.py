@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from macko import _library
 from macko.weights import FORMATS, SlabWeight, codes
 from tests import reference
 from tests.common import (
@@ -73,10 +73,8 @@ def shifted(made: Any) -> SlabWeight:
 
 
 def by_rows(tokens: int) -> bool:
-    """Whether a GPU multiplies so many tokens by dense rows: without wgmma, as with MACKO_COPY=cp_async."""
-    major = torch.cuda.get_device_capability()[0]
-    has_wgmma = major == 9 and os.environ.get("MACKO_COPY") != "cp_async"
-    return not has_wgmma and tokens > (192 if major in (9, 10) else 512)
+    """Whether the GPU multiplies so many tokens by dense rows: without wgmma, as with MACKO_COPY=cp_async."""
+    return tokens > _library.slab_kernels()[1]
 
 
 class Codec:

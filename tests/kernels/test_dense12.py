@@ -11,6 +11,8 @@ from tests import reference
 from tests.common import HALVES, assert_same_bits, devices
 from tests.kernels.codecs import Dense12, assert_packs
 
+pytestmark = pytest.mark.sm80
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", devices())

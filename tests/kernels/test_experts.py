@@ -8,9 +8,9 @@ from torch import Tensor
 
 from macko import ops
 
-from ..test_experts import CODECS, ROUTINGS, expected, small, stacked
+from ..test_experts import CODECS, PAIRS, ROUTINGS, expected, expected_order, expected_sum, routed, small, stacked
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.sm80]
 
 #: By hazard, besides those of the CPU's tests: more experts than a block has threads, more work than blocks, and
 #: means from which dense rows and the library's grouped product take over.
@@ -80,3 +80,85 @@ def test_a_graph_captured_once_takes_other_routings() -> None:
         graph.replay()
         assert torch.equal(y, ops.linear_experts(x, *packed.packed, rows, ends))
         assert not y[tokens - 5 :].any()
+
+
+@pytest.mark.parametrize("hazard", PAIRS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_pairs_are_sorted_by_expert(dtype: torch.dtype, hazard: str) -> None:
+    ids, experts = routed(hazard, dtype)
+    for got, wanted in zip(ops.expert_order(ids.cuda(), experts), expected_order(ids, experts), strict=True):
+        assert torch.equal(got.cpu(), wanted)
+
+
+@pytest.mark.parametrize("cols", [24, 1537, 2048])
+@pytest.mark.parametrize("kinds", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")], ids=str)
+def test_a_tokens_experts_add_up_with_torchs_roundings(kinds: tuple[str, str], cols: int) -> None:
+    ids, experts = routed("more_pairs_than_a_block_has_threads")
+    _, places, _ = ops.expert_order(ids.cuda(), experts)
+    x = torch.randn(ids.numel(), cols).to("cuda", getattr(torch, kinds[0]))
+    weights = torch.rand(ids.shape).to("cuda", getattr(torch, kinds[1]))
+    assert torch.equal(ops.expert_sum(x, places, weights), expected_sum(x, places, weights))
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 600])  # a tile of 16 tokens, of more, and dense rows
+@pytest.mark.parametrize("format", ["dense12", "sparse11"])
+def test_an_order_takes_rows_of_x_where_they_are(format: str, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    packed = stacked(small(4, 128, 320).cuda(), format)
+    x, ids = small(tokens, 320, zeros=0.9).cuda(), torch.randint(0, 5, (tokens, 2)).cuda()
+    order, _, ends = ops.expert_order(ids, 4)
+    y = ops.linear_experts(x, *packed.packed, 128, ends, order, 2)
+    assert torch.equal(y, ops.linear_experts(x[order // 2], *packed.packed, 128, ends))
+    assert torch.equal(
+        y.double().cpu(), expected(x[order // 2].cpu(), packed.to_dense().view(4, 128, 320).cpu(), ends.cpu())
+    )
+
+
+@pytest.mark.parametrize("cols", [328, 1024])
+@pytest.mark.parametrize("tokens", [3, 600])
+def test_gated_rows_are_those_of_the_gate_by_itself(tokens: int, cols: int) -> None:
+    torch.manual_seed(tokens)
+    packed = stacked(small(4, 128, cols).cuda(), "dense12")
+    x, ends = torch.randn(tokens, 2 * cols).bfloat16().cuda(), on_gpu([tokens // 3, 0, tokens // 3, 1])
+    gate, up = x.float().chunk(2, -1)
+    y = ops.linear_experts(x, *packed.packed, 128, ends, gated=True).double()
+    h = (torch.nn.functional.silu(gate).bfloat16() * up.bfloat16()).double()
+    w = packed.to_dense().view(4, 128, cols).double()
+    wanted, size = expected(h.cpu(), w.cpu(), ends.cpu()), expected(h.abs().cpu(), w.abs().cpu(), ends.cpu())
+    # The kernel's exp is a fast one: silu may round the other way, as may its product; then y.
+    assert ((y.cpu() - wanted).abs() <= size * 2.0**-6).all()
+
+
+@torch.no_grad()
+def test_a_module_of_experts_in_a_graph_gives_eagers_bits_and_grouped_mms_values() -> None:
+    pytest.importorskip("transformers", minversion="5.19")
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    from ..test_experts_transformers import bound, packed
+
+    torch.manual_seed(0)
+    config = MixtralConfig(hidden_size=512, intermediate_size=768, num_local_experts=8)
+    config._experts_implementation = "grouped_mm"
+    dense = MixtralExperts(config).bfloat16().cuda()
+    for weight in dense.parameters():
+        weight.normal_(0, 0.05)
+    sparse = packed(dense, "dense12")
+    x, weights = torch.randn(5, 512).bfloat16().cuda(), torch.rand(5, 2).cuda()
+    ids = torch.stack([torch.randperm(8)[:2] for _ in range(5)]).cuda()
+    off = (sparse(x, ids, weights).double() - dense(x, ids, weights).double()).abs()
+    # The fast exp of silu and the order of sums may turn roundings of h, each of 2^-8 of it: few of 768.
+    assert (off <= bound(sparse, x, ids, weights) + 2.0**-6 * dense(x, ids, weights).abs().max()).all()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        sparse(x, ids, weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparse(x, ids, weights)
+    for _ in range(20):
+        ids.copy_(torch.stack([torch.randperm(8)[:2] for _ in range(5)]))
+        x.copy_(torch.randn(5, 512))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, sparse(x, ids, weights))

@@ -137,6 +137,35 @@ ptxas info    : Used {} registers, used 3 barriers, 512 bytes cmem[0]
     )
     said = "".join(text.format(name, name, spilled, spilled, used) for name, spilled, used in kernels)
     assert list(ring_code.kernels(said)) == [
-        {"dtype": "bfloat16", "tokens": 64, "kind": "x in halves", "registers": 128, "spilled_bytes": 16},
-        {"dtype": "float16", "values": "int8", "tokens": 8, "kind": "pairs", "registers": 95, "spilled_bytes": 0},
+        (
+            kernels[0][0],
+            {"dtype": "bfloat16", "tokens": 64, "kind": "x in halves", "registers": 128, "spilled_bytes": 16},
+        ),
+        (
+            kernels[2][0],
+            {"dtype": "float16", "values": "int8", "tokens": 8, "kind": "pairs", "registers": 95, "spilled_bytes": 0},
+        ),
     ]
+
+
+def test_a_slabs_instructions_are_those_of_the_loop_around_its_products() -> None:
+    """Copying counts as often as it runs; lists, what is before a flag, and the way of a matrix's edge not at all."""
+    listing = """
+0010 MOV R1, R2
+0020 LD.E.STRONG.GPU R1, [R2]
+0030 @P0 BRA 0x20
+0040 DEPBAR.LE SB0, 0x1
+0050 LDGSTS [R1], [R2]
+0060 @P1 BRA 0x50
+0070 PRMT R1, R2, R3
+0080 @P2 BRA 0x70
+0090 @P3 BRA 0xc0
+00a0 LDGSTS.128 [R1], [R2]
+00b0 BRA 0xd0
+00c0 LDGSTS.128.ZFILL [R1], [R2]
+00d0 HMMA.16816 R1, R2, R3
+00e0 @P4 BRA 0x20
+00f0 EXIT"""
+    code = [(int(line[:4], 16), line[5:]) for line in listing.strip().splitlines()]
+    for pairs, slab_bytes, turns in ((False, 1, 1), (False, 4 * 16 * 512 + 1, 2), (True, 4 * 16 * 512, 2)):
+        assert ring_code.clocks_of(code, pairs, slab_bytes) == (1 + 2 * turns + 5) * (8 if pairs else 16) / 4

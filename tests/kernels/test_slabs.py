@@ -32,6 +32,8 @@ from tests.kernels.codecs import (
 )
 from tests.kernels.test_tile import GEMM_KEYS
 
+pytestmark = pytest.mark.sm80
+
 #: One element, one row, one column, no row, no column, less and more than a tile and a slab, whole ones, cols of no 16
 #: bytes.
 SHAPES = (

@@ -33,6 +33,8 @@ from tests.common import (
 )
 from tests.kernels.codecs import Tile
 
+pytestmark = pytest.mark.sm80
+
 #: Values of the knob tile_gemm: a size, and 0: no output tile is split (Stream-K), 1: some are, 2: all, evenly.
 GEMM_WAYS = tuple(f"{size}x{split}" for size in GEMM_SIZES for split in range(3))
 GEMM_KEYS = tuple(f"tile_gemm={way}" for way in GEMM_WAYS)

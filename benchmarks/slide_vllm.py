@@ -1,0 +1,222 @@
+"""Prefill and decoding in vLLM with 8-bit linears: vLLM's own dense int8 and fp8, and macko's, dense and by pattern.
+
+    python -m benchmarks.slide_vllm OUT.jsonl --model qwen2.5-7b --folder DIR [--layers 8] [--sides bf16 "int8 2:4" ...]
+
+Weights are random, of the model's shapes, pruned to 2:4, which every wider pattern holds too. DIR gets three folders of
+them, unless it has them: bf16, and for vLLM int8 and fp8 by compressed-tensors, with the codes and scales that macko
+makes of the bf16 one as it loads it. So all sides of a type multiply the same numbers. macko's sides have the kernel
+that they are named by in every layer; with --chosen those that macko takes by itself.
+
+Each side is a process with vLLM in it. Prefill: prompts of 1,024 tokens or fewer that come at once, one token each; at
+most STEP tokens are one step. Decoding: so many sequences after prompts of 64 tokens, by the difference of two calls.
+The fastest of three calls. Lines name the kernels by vLLM's log, and have a few greedy tokens: int8 sides of macko have
+to agree in them, or it is said so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import append_jsonl, provenance
+from macko import ops
+from macko.choose import slide as choice
+from macko.measure import engines, runs
+from macko.weights import SLIDE_PATTERNS
+
+#: Of transformers' configs: the class, what differs from its defaults.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5-7b": (
+        "Qwen2",
+        {
+            "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+            "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 32768,
+        },
+    ),
+    "llama-3.2-3b": (
+        "Llama",
+        {
+            "vocab_size": 128256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+            "num_attention_heads": 24, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "tiny": (
+        "Qwen2",
+        {
+            "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        },
+    ),
+}  # fmt: skip
+#: By type its dtype, and what compressed-tensors calls it and a folder of it.
+TYPES = {"int8": (torch.int8, "int", "int-quantized"), "fp8": (torch.float8_e4m3fn, "float", "float-quantized")}
+PATTERNS = ("dense", "2:4", "4:6", "6:8", "8:10")
+SIDES = ("bf16", "vllm int8", "vllm fp8", *(f"{name} {pattern}" for name in TYPES for pattern in PATTERNS))
+#: Most tokens of a step, of a prompt that is prefilled, and of a prompt before decoding; tokens that are decoded.
+STEP, PROMPT, SHORT, NEW = 32768, 1024, 64, 16
+
+
+def make(folder: Path, name: str, layers: int) -> None:
+    """Writes the folders bf16, int8 and fp8 of the model; what is no linear layer of a block is one file for all."""
+    import transformers
+    from safetensors.torch import save_file
+
+    kind, numbers = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**{**numbers, "num_hidden_layers": layers})
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    kept: dict[str, dict[str, Tensor]] = {"bf16": {}, **{of: {} for of in TYPES}}
+    rest: dict[str, Tensor] = {}
+    for key, meta in model.named_parameters():
+        if meta.dim() == 1 and key.endswith("weight"):
+            rest[key] = torch.ones(meta.shape, dtype=torch.bfloat16)
+            continue
+        w = torch.empty(meta.shape, device=device).normal_(0, 0.02).bfloat16()
+        if not key.endswith("proj.weight"):
+            rest[key] = w.cpu()
+            continue
+        largest_first = w.abs().view(-1, 4).argsort(1, descending=True)
+        w.view(-1, 4).scatter_(1, largest_first[:, 2:], 0)
+        kept["bf16"][key] = w.cpu()
+        for of, (dtype, *_) in TYPES.items():
+            packed, scale, _ = ops.slide_pack(w, 0, dtype)
+            kept[of][key] = ops.slide_unpack(packed, scale, w.shape[1], 0, dtype).cpu()
+            kept[of][f"{key}_scale"] = scale[:, None].cpu()
+    common = {"architectures": [f"{kind}ForCausalLM"], "dtype": "bfloat16"}
+    for of, tensors in kept.items():
+        (folder / of).mkdir(parents=True, exist_ok=True)
+        config.update({**common, **({"quantization_config": quantization(of)} if of in TYPES else {})})
+        save_file(tensors, folder / of / "linears.safetensors")
+        if of == "bf16":
+            save_file(rest, folder / of / "rest.safetensors")
+        else:
+            os.link(folder / "bf16" / "rest.safetensors", folder / of / "rest.safetensors")
+        (folder / of / "config.json").write_text(config.to_json_string(use_diff=False))
+
+
+def quantization(of: str) -> dict[str, Any]:
+    """What config.json says of codes with a scale a row, and of activations with one a token."""
+    eight = {"num_bits": 8, "type": TYPES[of][1], "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**eight, "strategy": "channel", "dynamic": False},
+        "input_activations": {**eight, "strategy": "token", "dynamic": True},
+    }
+    about = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "ignore": ["lm_head"]}
+    return {**about, "format": TYPES[of][2], "config_groups": {"group_0": group}}
+
+
+def listen() -> list[str]:
+    """A list that gets what vLLM and macko log of the kernels that they take."""
+    found: list[str] = []
+    make = logging.getLogRecordFactory()
+
+    def record(*args: Any, **more: Any) -> logging.LogRecord:
+        made = make(*args, **more)
+        text = made.getMessage() if made.name.startswith("vllm") else ""
+        if re.search("Selected |macko packs|stays dense|attention backend", text) and text not in found:
+            found.append(text)
+        return made
+
+    logging.setLogRecordFactory(record)
+    return found
+
+
+def measure(side: str, args: argparse.Namespace, pipe: Any) -> None:
+    """Sends a line for each time that is measured of the side, and at the end its tokens."""
+    import vllm
+
+    said, (of, _, pattern) = listen(), side.partition(" ")
+    ours = of in TYPES
+    if ours and not args.chosen:
+        choice.slide_layout = lambda w, n, *_: SLIDE_PATTERNS.get(pattern, 0)  # type: ignore[assignment]
+    engine: dict[str, Any] = {
+        "dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": False, "seed": 0,
+        "max_model_len": PROMPT + 2 * NEW, "max_num_seqs": max((*args.decode, 64)), "max_num_batched_tokens": args.step,
+        "compilation_config": {"cudagraph_capture_sizes": sorted({1, 8, *args.decode})}, **args.engine_args,
+    }  # fmt: skip
+    if ours:
+        packed = {"format": "slide", "values": of, "pattern": "2:4" if pattern == "dense" else pattern}
+        engine |= {"quantization": "macko", "hf_overrides": {"macko": packed}}
+    start = time.perf_counter()
+    llm = vllm.LLM(str(Path(args.folder, "bf16" if ours else side.split()[-1])), **engine)
+    about: dict[str, Any] = {"model": args.model, "layers": args.layers, "side": side, "chosen": ours and args.chosen}
+    about |= {"vllm": vllm.__version__, "start_s": round(time.perf_counter() - start, 1), "said": said}
+    about |= {"step": args.step, "bytes": max(size for size, _ in llm.apply_model(engines.bytes_and_seconds))}
+    on_gpu = torch.cuda.is_available()
+
+    def run(prompts: int, length: int, new: int) -> Callable[[], None]:
+        return lambda: engines.generate(llm, prompts, length, new)
+
+    def send(what: str, count: int, seconds: float | None) -> None:
+        ms = None if seconds is None else seconds * 1e3
+        pipe.send({"what": what, "tokens": count, "ms": ms, **about})
+
+    for tokens in args.prefill:
+        length = min(tokens, PROMPT)
+        send("prefill", tokens, min(runs.seconds(run(tokens // length, length, 1), on_gpu)))
+    for count in args.decode:
+        seconds = runs.difference(run(count, SHORT, 1 + NEW), run(count, SHORT, 1), on_gpu)
+        send("decode", count, None if seconds is None else seconds / NEW)
+    found = engines.generate(llm, 4, SHORT, NEW)
+    pipe.send({"what": "tokens", "token_ids": [list(each.outputs[0].token_ids) for each in found], **about})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results")
+    parser.add_argument("--model", choices=MODELS, default="qwen2.5-7b")
+    parser.add_argument("--folder", required=True, type=Path, help="for weights: 5 bytes each, quickest in memory")
+    parser.add_argument("--layers", type=int, help="blocks (default: all)")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES[: 3 + len(PATTERNS)])
+    sizes = [512 << i for i in range(8)]
+    parser.add_argument("--prefill", nargs="*", type=int, default=sizes, help="tokens (default: 512 to 65536)")
+    parser.add_argument("--decode", nargs="*", type=int, default=[64, 128, 256, 512], help="sequences")
+    parser.add_argument("--step", type=int, default=STEP, help="most tokens of a step (default: %(default)s)")
+    parser.add_argument(
+        "--chosen", action="store_true", help="macko's sides take the pattern's kernel or the dense one"
+    )
+    parser.add_argument("--engine-args", type=engines.engine_args, default={}, help="of vLLM's LLM, JSON")
+    args = parser.parse_args()
+    args.layers = args.layers or MODELS[args.model][1]["num_hidden_layers"]
+    args.folder = args.folder / f"{args.model}-{args.layers}"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # which says kernels
+    os.environ.update({name: os.environ.get(name, value) for name, value in engines.ENVIRONMENT.items()})
+    if not (args.folder / "fp8" / "config.json").exists():
+        start = time.perf_counter()
+        make(args.folder, args.model, args.layers)
+        torch.cuda.empty_cache()  # vLLM wants nearly all of it
+        print(f"{args.folder.name} made in {time.perf_counter() - start:.0f} s", flush=True)
+    where = provenance() if torch.cuda.is_available() else {"gpu": "cpu"}
+    first: dict[str, Any] = {}
+    base: dict[Any, float] = {}
+    for side in args.sides:
+        for line in engines.in_a_process(measure, side, args):
+            append_jsonl(args.results, **line, **where)
+            key = line["what"], line.get("tokens")
+            if line["what"] == "tokens":
+                kind = "macko int8" if side.startswith("int8") else side
+                agrees = first.setdefault(kind, line["token_ids"]) == line["token_ids"]
+                print(f"{side:12} started in {line['start_s']} s; {'; '.join(line['said'])}")
+                print("" if agrees else f"{side:12} GIVES OTHER TOKENS than the first of {kind}", flush=True)
+            elif line["ms"] is None:
+                print(f"{side:12} {key[0]} {key[1]:6}: too noisy to tell", flush=True)
+            else:
+                over = base.setdefault(key, line["ms"]) / line["ms"]
+                print(f"{side:12} {key[0]} {key[1]:6}: {line['ms']:9.3f} ms, {over:.2f} of {args.sides[0]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -577,7 +577,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table("loss of | over that of | times", "{of} | {over} | {measured}"),
     ),
     "quality methods": (records.quality, quality_methods),
-    "quality all": (lambda: told(records.quality(), "perplexity_ratio"), QUALITY_ALL),
+    "quality all": (
+        lambda: [x for x in told(records.quality(), "perplexity_ratio") if x["name"] not in ("sparsegpt", "wanda")],
+        QUALITY_ALL,
+    ),
     "quality plot": (records.quality, image("quality", "quality lost by bytes a weight")),
 }  # fmt: skip
 

@@ -573,8 +573,11 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{title} | {bytes:.2f} | {cosine:.4f} | {rank_correlation:.4f}"),
     ),
     "quality shares": (
-        lambda: [bar for bar in quality_bars(records.quality()) if bar["measured"] and "int" not in bar["of"]],
-        Table("loss of | over that of | times", "{of} | {over} | {measured}"),
+        lambda: [
+            bar for bar in quality_bars(records.quality())
+            if bar["measured"] and re.fullmatch(r"sparsegpt, \S+", bar["over"])
+        ],
+        Table("loss of | of sparsegpt's", "{of} | {measured}"),
     ),
     "quality methods": (records.quality, quality_methods),
     "quality all": (

@@ -31,10 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..choose.patterns import countable
-from ..files import Checkpoint, open_tensors, save_tensors, version_of
+from ..files import Checkpoint, open_tensors, version_of
 from ..weights import ByteWeight, Dense8Weight, Sparse8Weight, codes
 
 FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
@@ -191,7 +192,7 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
                     if last in _CODES and tensors[key].dtype in (torch.int8, torch.int32, torch.float8_e4m3fn):
                         raise ValueError(f"{name}: it has 8 bits, and no weight_scale")
             if tensors:
-                save_tensors(tensors, target / path.name)
+                save_file(tensors, target / path.name, metadata={"format": "pt"})
             places |= dict.fromkeys(tensors, path.name)
         if {*places.values()} != {"model.safetensors"}:
             (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..files import Checkpoint, join, save_tensors, version_of
+from ..files import Checkpoint, join, version_of
 from ..nn.experts import find_experts, projections
 from ..nn.find import find_linears
 from ..weights import Planes12Weight, saved_as
@@ -237,7 +238,7 @@ class _Writer:
 
     def add(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
         if tensors:
-            save_tensors(tensors, self.folder / name, metadata)
+            save_file(tensors, self.folder / name, metadata={"format": "pt", **(metadata or {})})
             self.places |= dict.fromkeys(tensors, name)
             self.size += sum(tensor.nbytes for tensor in tensors.values())
 

@@ -349,8 +349,9 @@ def whole_models(path: Path = H200 / "models.jsonl") -> Lines:
 
 
 def sanitized() -> Lines:
-    """The last run of each tool of -m verify.sanitize on each GPU; not those of a few problems (--only)."""
+    """The last run of each tool of -m verify.sanitize on each GPU; not those of some problems (--only)."""
     lines = [line for folder in (H200, H100) for line in read(folder / "sanitize.jsonl") if line["problems"] > 100]
+    lines = [line for line in lines if not line.get("only")]
     for line in lines:
         line |= {name: sum(line[name].values()) for name in ("errors", "known")}
         line |= {"device": line["device"].removeprefix("NVIDIA "), "all": line["problems"] + line["problems_left"]}

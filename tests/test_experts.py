@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from macko import ops
+from macko.choose.options import Options
+from macko.nn.experts import Stack
 from macko.weights import FORMATS, PackedWeight
 
 CODECS = [name for name, kind in FORMATS.items() if kind.stacks]
@@ -224,3 +226,14 @@ def test_op_checks(format: str) -> None:
     torch.library.opcheck(torch.ops.macko.linear_experts, more, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(torch.ops.macko.expert_order, (places, 2))
     torch.library.opcheck(torch.ops.macko.expert_sum, (x[:4].clone(), places, torch.rand(2, 2)))
+
+
+@pytest.mark.parametrize("format", ["auto", "dense12", "sparse11", "tile"])
+def test_an_expert_of_a_stack_is_a_weight_of_its_own(format: str) -> None:
+    w = small(3, 80, 300)
+    w[1] *= torch.rand(80, 300) < 0.3  # its slabs are smaller than the others'
+    stack, x = Stack.from_dense(w, Options(format)), small(5, 300, zeros=0.9)
+    for e in range(3):
+        expert = stack.expert(e)
+        assert torch.equal(expert.to_dense()[:80], w[e])
+        assert torch.equal(expert.linear(x)[:, :80].double(), x.double() @ w[e].double().t())

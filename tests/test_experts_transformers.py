@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -462,7 +463,11 @@ def test_converted_there_and_back(
     assert main(["convert", dense, packed, "--format", format]) == 0
     before = tensors_of(tmp_path / "dense")
     keys = tensors_of(tmp_path / "packed")
-    assert any(re.search(r"model\.layers\.1\.mlp\.experts\.3\.gate_proj\.", key) for key in keys)
+    block = "block_sparse_moe" if kind == "mixtral" else "mlp"  # as in the model's own files
+    layers = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]["layers"]
+    layer = f"model.layers.1.{block}.experts.3.gate_proj"
+    assert layer in layers
+    assert any(key.startswith(f"{layer}.") for key in keys)
     assert not any(key in keys for key in before if ".experts." in key and keys.get(key, torch.ones(1)).numel())
     read = load(tmp_path / "packed")
     assert torch.equal(logits(read), wanted)
@@ -478,6 +483,22 @@ def test_converted_there_and_back(
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key] + 0.0) for key in before)
     assert "dense again" in capsys.readouterr().out
+
+
+def test_an_expert_that_is_lost_from_a_folder_is_missed(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = model_of("mixtral", 0.6)
+    macko.sparsify_(model, progress=False)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    lost = "model.layers.1.block_sparse_moe.experts.2.up_proj"
+    del config["quantization_config"]["layers"][lost]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    left = {key: tensor for key, tensor in tensors_of(tmp_path).items() if not key.startswith(lost)}
+    save_file(left, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.2.up_proj is not packed, while others of these"):
+        load(tmp_path)
 
 
 def test_back_to_one_tensor_of_all_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,6 +255,7 @@ class Run:
         return {
             "what": "sanitize",
             "tool": self.tool,
+            "only": self.options.only,
             "commit": commit(),
             "device": lines[0]["device"] if lines else "unknown",
             "seconds": round(self.ended - self.begun),

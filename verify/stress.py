@@ -585,6 +585,7 @@ def stress(
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "seconds": round(time.monotonic() - begun, 1),
             "seed": seed,
+            "only": only,
             "jobs": 1,
             "problems": counts.problems,
             "problems_left": counts.left,

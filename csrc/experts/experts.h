@@ -10,7 +10,7 @@
 #define MACKO_EXPERTS_H
 
 #include "../core/types.h"
-#ifdef USE_CUDA
+#if defined(__CUDACC__) || defined(USE_CUDA)
 #include <cuda_runtime_api.h>
 #endif
 
@@ -44,7 +44,7 @@ void macko_expert_order_cpu(const macko_expert_order *p);
 /* Tokens [begin, end). */
 void macko_expert_sum_cpu(const macko_expert_sum *p, int64_t begin, int64_t end);
 
-#ifdef USE_CUDA
+#if defined(__CUDACC__) || defined(USE_CUDA)
 /* cudaErrorInvalidValue: more experts than shared memory counts, some 6,000. */
 cudaError_t macko_expert_order_cuda(const macko_expert_order *p, cudaStream_t stream);
 cudaError_t macko_expert_sum_cuda(const macko_expert_sum *p, cudaStream_t stream);

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
         const int place = places[token * top_k + slot];
         if (place < 0 || place >= rows) continue;
         const WEIGHT weight = weights[token * top_k + slot];
-        T held[COLS];
+        alignas(16) T held[COLS];
         const T *from = x + (int64_t)place * cols + col;
         if constexpr (COLS == 8)
             *(uint4 *)held = *(const uint4 *)from;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
 #pragma unroll
         for (int i = 0; i < COLS; i++) sums[i] = __fadd_rn(sums[i], term(to_float(held[i]), weight));
     }
-    T made[COLS];
+    alignas(16) T made[COLS];
 #pragma unroll
     for (int i = 0; i < COLS; i++) made[i] = from_float<T>(sums[i]);
     T *to = y + token * cols + col;

@@ -134,6 +134,11 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
     else
         wait_copies<0>();
 }
+__device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
+    uint64_t found;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
+    return found;
+}
 __device__ __forceinline__ void ring_pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -416,10 +421,13 @@ struct ring_exchange {
                                          int tokens) const {
         for (int other = block; macko_ring_share_at(&task.shares, other) > row_begin;) {
             other--;
-            uint64_t found;
-            do {
-                asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flags + other) : "memory");
-            } while (found != task.epoch);
+#ifdef MACKO_EVERY_LANE_ARRIVES // initcheck writes down each look at a flag that nobody has set
+            while (threadIdx.x % WARP == 0 && load_acquire(flags + other) != task.epoch) __nanosleep(1 << 19);
+            __syncwarp();
+#else
+            while (load_acquire(flags + other) != task.epoch) {
+            }
+#endif
             product.own(group, tokens, [&](int eight, float (&s)[4]) { product.add(s, *of(other, eight)); });
         }
     }
@@ -551,6 +559,10 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
         else
             ring_stages(fetch, product, stage, left, ring_index, take);
         take(); // a ring that has none
+#ifdef MACKO_EVERY_LANE_ARRIVES
+        // racecheck goes by how many barriers a warp has passed, of whichever number. This one orders nothing between rings.
+        if (SHAPE::PAIRS && left < count - left) named_barrier_sync(1 + ring_index, SHAPE::RING_THREADS);
+#endif
         product.meet(meeting, group, thread);
         if (gives) {
             exchange().give(product, group, tokens);

@@ -40,10 +40,11 @@ WORTH_SAYING = 0.95
 DENSE12_WEIGHTS = 1024 * 1024
 #: Bytes of dense12 over those of dense, but for lists: what a sparse layer has to be below to be held as sparse.
 DENSE12_SHARE = 0.75
-#: Where auto takes sparse11 in place of tile: from this density up, as below tile decodes faster, and up to this share
+#: Where auto takes sparse11 in place of tile: from this density up, where they are level and it begins to be smaller
+#: (H100, three shapes, 1, 8 and 32 tokens: 0.99 to 1.03 times as fast there, 1.06 to 1.12 at 0.3), and up to this share
 #: of values in lists (H200, three shapes, one token: 5 % faster than tile with 0.16 %, 1 % slower with 0.3 %); and
 #: where tile's measured time over its is no less than this, as times vary by two per cent and it is smaller.
-SPARSE11_DENSITY, SPARSE11_LISTED, SPARSE11_GAIN = 0.4, 0.002, 0.98
+SPARSE11_DENSITY, SPARSE11_LISTED, SPARSE11_GAIN = 0.2, 0.002, 0.98
 #: A layout is taken up to so many times the canonical bytes, or of the dense ones: it fills up matrices of few rows or
 #: columns to whole blocks. (On an H200 sell holds 2048 x 2048 at density 0.5 in more than 1.05 times, and is worth it.)
 #: Of fewer rows than the 64 of a tile only the first counts: most of a block may be filling.
@@ -137,11 +138,16 @@ def _sparse11(weight: MackoWeight, options: Options) -> Sparse11Weight | None:
 
 
 def us_of(packed: PackedWeight, us: Mapping[str, float], options: Options) -> float | None:
-    """The time of a packed weight, given those by format (expected_us); sparse11's by its gain over tile."""
+    """The time of a packed weight, given those by format (expected_us); sparse11's by its gain over tile.
+
+    That was measured at density 0.5; at SPARSE11_DENSITY there is none.
+    """
     time = us.get(packed.timed_as)
     if time is None or not isinstance(packed, Sparse11Weight):
         return time
-    return time / (sparse11_gain(packed.shape, packed.device, options.layout_tokens or 1) or 1)
+    gain = sparse11_gain(packed.shape, packed.device, options.layout_tokens or 1) or 1
+    share = (min(packed.density, 0.5) - SPARSE11_DENSITY) / (0.5 - SPARSE11_DENSITY)
+    return time / (1 + (gain - 1) * max(0.0, share))
 
 
 def sparse11_gain(shape: Sequence[int], device: torch.device, tokens: int) -> float | None:

@@ -24,7 +24,7 @@ from ..nn.experts import find_experts, projections
 from ..nn.find import find_linears
 from ..weights import Planes12Weight, saved_as
 from .saving import is_own_card
-from .transformers import class_of, readable
+from .transformers import class_of, readable, renamer
 
 
 def float32_weights(source: Path) -> tuple[int, int]:
@@ -137,8 +137,9 @@ def _names_in_checkpoints(source: Path, layers: Iterable[str]) -> dict[str, str]
     if not any(re.search(r"experts\.\d+\.\w+$", layer) for layer in layers):
         return found
     model = _on_meta(source)
+    stems, in_files = {layer.rpartition(".")[0].rpartition(".")[0] for layer in layers}, renamer(model, to_files=True)
     for name in (experts.name for experts in find_experts(model, (), None)):
-        if any(layer.startswith(f"{name}.") for layer in layers):
+        if in_files(name) in stems:
             if not (keys := _keys_of_experts(model, name)):
                 raise ValueError(
                     f"{source}: a dense {type(model).__name__} has the experts of {name} in one tensor, these files "
@@ -195,13 +196,12 @@ def _weights_of_experts(model: Any, file: Checkpoint, ignore: Sequence[str]) -> 
 
 
 def _keys_of_experts(model: Any, name: str) -> dict[str, str]:
-    """Of each expert of a module the names of its weights in a checkpoint, and those of the layers that they are.
+    """Of each expert of a module the names of its weights in a dense checkpoint, and those of layers in a packed one.
 
     Empty where a checkpoint has all of them in one tensor.
     """
     experts, loaded, found = model.get_submodule(name), _loads(model), {}
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    backwards = [entry.reverse_transform() for entry in conversions[::-1] if isinstance(entry, WeightRenaming)]
+    conversions, in_files = get_model_conversion_mapping(model, add_legacy=False), renamer(model, to_files=True)
     for key in projections(experts):
         parts, whole = ("gate_proj", "up_proj") if key == "gate_up_proj" else (key,), f"{name}.{key}"
         for entry in conversions:
@@ -211,10 +211,9 @@ def _keys_of_experts(model: Any, name: str) -> dict[str, str]:
             for expert in range(experts.num_experts):
                 for part, source in zip(parts, sources, strict=True):
                     there = whole.removesuffix(targets[0]) + source.replace("*", str(expert))
-                    for renaming in backwards:
-                        there, _ = renaming.rename_source_key(there)
+                    there = join(in_files(there.removesuffix(".weight")), "weight")
                     if loaded(there) == (whole, source):
-                        found[there] = f"{name}.{expert}.{part}"
+                        found[there] = in_files(f"{name}.{expert}.{part}")
     whole_module = experts.num_experts * (3 if experts.has_gate else 2)
     return found if len(found) == whole_module and not experts.has_bias else {}
 

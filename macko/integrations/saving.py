@@ -32,7 +32,7 @@ from ..nn.linear import SparseLinear
 from ..nn.report import format_bytes
 from ..weights import saved_as
 from . import tensor_parallel, wrap
-from .transformers import IGNORES_SIZES, MackoConfig
+from .transformers import IGNORES_SIZES, MackoConfig, renamer
 
 #: Parts of names that wrappers put between a model's own, by whose names from_pretrained would find nothing.
 _WRAPPERS = {"base_layer": "PEFT's adapters", "_orig_mod": "torch.compile"}
@@ -92,7 +92,7 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
         for config, _ in before:  # what the config of a part says, that of the whole model has to say
             del config.quantization_config
         if layers:
-            about.layers, about.version = layers, version_of(layers)
+            about.layers, about.version = _as_in_files(model, layers), version_of(layers)
             model.config.quantization_config = about
         model.hf_quantizer = None  # it would put the model's own state in the place of the one that is given
         yield state, layers
@@ -106,6 +106,13 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
         vars(model.config).pop("quantization_config", None)
         for config, kept in before:
             config.quantization_config = kept
+
+
+def _as_in_files(model: Any, layers: dict[str, Any]) -> dict[str, Any]:
+    """Experts by the names that their tensors get: Mixtral's mlp.experts are block_sparse_moe.experts there."""
+    by_expert = {name for name, module in model.named_modules() if isinstance(module, UnfoldedExperts)}
+    there = renamer(model, to_files=True) if by_expert else str
+    return {there(name) if name.rsplit(".", 2)[0] in by_expert else name: about for name, about in layers.items()}
 
 
 def _found_again(model: Any, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -223,12 +230,7 @@ def _but_packed(revert: Any) -> Any:
 
         Where transformers would join packed layers (as q, k and v of a fused matrix), the state keeps the model's own
         names, which from_pretrained finds too; but for what it would convert again, which has to be as files have it.
-        So do experts that are packed one by one, which are no expert of that name to it.
         """
-        by_expert = {name for name, module in model.named_modules() if isinstance(module, UnfoldedExperts)}
-        if found := {key: t for key, t in state_dict.items() if key.rsplit(".", 3)[0] in by_expert}:
-            rest = {key: tensor for key, tensor in state_dict.items() if key not in found}
-            return found | (revert_weight_conversion(model, rest) if rest else {})
         if (own := _own_names(model, state_dict)) is None:
             return revert(model, state_dict)
         kept = {key: tensor for key, tensor in state_dict.items() if key in own}

@@ -18,6 +18,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -135,14 +136,13 @@ class MackoHfQuantizer(HfQuantizer):
         tensor_parallel.check(model)
         self._believe_files(checkpoint_files or [])
         if self.pre_quantized:
-            if tensor_parallel.is_asked(model) and (one := self._packed_by_expert(model)):
+            names = self._packed_by_expert(model)
+            if names and tensor_parallel.is_asked(model):
                 raise ValueError(
-                    f"{one}: the files hold its experts packed one by one, of which no process gets a part yet: load "
-                    "the dense model with quantization_config=macko.MackoConfig(), which packs what each process gets"
+                    f"{min(names)}: the files hold its experts packed one by one, of which no process gets a part yet: "
+                    "load the dense model with quantization_config=macko.MackoConfig(), which packs what each gets"
                 )
-            self._unfolded = unfold_(
-                model, lambda name, module: is_experts(module) and self._has_each_expert(model, name)
-            )
+            self._unfolded = unfold_(model, lambda name, module: name in names)
             self._place_packed(model, checkpoint_files or [])
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         if self.pre_quantized:
@@ -170,15 +170,12 @@ class MackoHfQuantizer(HfQuantizer):
         self._split = [list(c.target_patterns) for c in conversions if len(c.target_patterns) > 1]
         self._share = _expected_share(checkpoint_files or [], self._found)
 
-    def _packed_by_expert(self, model: Any) -> str:
-        """The name of a module of experts that the files have packed, or nothing."""
-        names = (name for name, module in model.named_modules() if is_experts(module))
-        return next((name for name in names if self._has_each_expert(model, name)), "")
-
-    def _has_each_expert(self, model: Any, name: str) -> bool:
-        """Whether the files have the experts of this module packed, one by one."""
-        names = (f"{name}.", f"{name}.".removeprefix(f"{model.base_model_prefix}."))
-        return any(saved.startswith(names) for saved in self.quantization_config.layers)
+    def _packed_by_expert(self, model: Any) -> set[str]:
+        """Names of modules of experts that the files have packed, one by one."""
+        own, prefix = renamer(model), f"{model.base_model_prefix}."
+        stems = {own(saved).rpartition(".")[0].rpartition(".")[0] for saved in self.quantization_config.layers}
+        stems |= {f"{prefix}{stem}" for stem in stems} | {stem.removeprefix(prefix) for stem in stems}
+        return {name for name, module in model.named_modules() if name in stems and is_experts(module)}
 
     def _leave(self, experts: nn.Module, name: str, reason: str) -> None:
         """Notes that a projection of experts stays dense."""
@@ -208,10 +205,10 @@ class MackoHfQuantizer(HfQuantizer):
             raise ValueError(f"state_dict: {casts}")
         shapes = tensor_shapes(checkpoint_files)
         tripwires: set[str] = set()
-        prefix = f"{model.base_model_prefix}."
+        prefix, own = f"{model.base_model_prefix}.", renamer(model)
         for saved, about in self.quantization_config.layers.items():
             # A model with a head reads the checkpoint of one without, and the other way round.
-            names = (saved, f"{prefix}{saved}", saved.removeprefix(prefix))
+            names = (saved, f"{prefix}{saved}", saved.removeprefix(prefix), own(saved))
             name = next((n for n in names if _submodule(model, n) is not None), None)
             shape, _ = shapes.get(join(saved, "weight"), ((0,), None))
             if 0 not in shape:
@@ -373,6 +370,12 @@ class MackoHfQuantizer(HfQuantizer):
             del os.environ[_NO_ASYNC]
             os.environ |= {_NO_ASYNC: self._async} if self._async is not None else {}
         self._check_shapes(model)
+        for name in self._unfolded:
+            for one, module in model.get_submodule(name).named_modules():
+                if type(module) is nn.Linear:
+                    raise ValueError(
+                        f"{name}.{one} is not packed, while others of these experts are: it would be random"
+                    )
         kept_dense: list[str] = []
         wanted = Options(self.quantization_config.format).any_zeros
         for name, module in model.named_modules():
@@ -504,6 +507,22 @@ class _Loading(SparseLinear):
         """The tensors that are still to come."""
         tensors = (*self.named_buffers(), *self.named_parameters())
         return [name for name, tensor in tensors if not getattr(tensor, "_is_hf_initialized", False)]
+
+
+def renamer(model: Any, to_files: bool = False) -> Callable[[str], str]:
+    """Makes of a layer's name in files the model's own, or the other way round, by what transformers renames."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    if to_files:
+        renamings = [entry.reverse_transform() for entry in renamings[::-1]]
+
+    def renamed(name: str) -> str:
+        key = join(name, "weight")
+        for renaming in renamings:
+            key, _ = renaming.rename_source_key(key)
+        return key.removesuffix(".weight")
+
+    return renamed
 
 
 def _starts_anew(model: Any, name: str) -> bool:

@@ -36,7 +36,7 @@ from ..nn.experts import PackedStack, Stack, not_stacked
 from ..nn.find import matching
 from ..nn.linear import unsupported
 from ..ops import expert_order, expert_sum
-from ..weights import PackedWeight, Planes12Weight, saved_as
+from ..weights import PackedWeight, saved_as
 from . import stacked
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class ArrivingExperts(OfLayer, FusedMoEMethodBase):
             y = one_by_one(layer, self.large, x[order // ids.shape[1]], ends.tolist())
         else:
             y = layer.macko_w2(_gated(layer, layer.macko_w13(x, ends, order, ids.shape[1])), ends)
-        return expert_sum(y, places, topk_weights)
+        return expert_sum(y, places, topk_weights.float())
 
 
 def stack_of(w: Tensor, options: Options, least: float) -> Stack:
@@ -269,7 +269,7 @@ class PackedExperts(ArrivingExperts):
     def __init__(self, config: MackoConfig, name: str, layer: Any, packed: dict[str, dict[str, Any]]) -> None:
         super().__init__(config, name, layer)
         self.packed = {key: (about, saved_as(about)[2]) for key, about in packed.items()}
-        self.in_planes = {saved_as(about)[0] for about in packed.values()} == {Planes12Weight}
+        self.in_planes = all(saved_as(about)[0].stands_for_dense() for about in packed.values())
         self.options, self.least = Options("dense12") if self.in_planes else config.layout_options, 0.0
 
     def create_weights(

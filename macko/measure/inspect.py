@@ -187,7 +187,7 @@ class Seen:
         return sum(panel.data.nbytes for panel in panels) + 4 * (slabs + 1)
 
     def sparse11_bytes(self) -> int | None:
-        """None where auto would not take it. It is packed whole: from density 0.4 up that is in proportion."""
+        """None where auto would not take it. It is packed whole: from density 0.2 up that is in proportion."""
         if not _within(2 * Sparse11Weight.num_slabs(*self.shape) * 64 * 256, self.file_bytes):
             return None  # of few rows, which it fills up to 64
         weight = self.weight.to_dense() if isinstance(self.weight, Masked) else self.weight

@@ -102,7 +102,10 @@ class Stack:
         return self.experts, self.rows, self.packed.cols
 
     def expert(self, e: int) -> PackedWeight:
-        """Expert e's matrix, its rows filled up: its slabs where they are. Waits for the device."""
+        """Expert e's matrix, its rows filled up: its slabs where they are. Counts of entries stay the stack's.
+
+        Waits for the device.
+        """
         data, rows = self.packed.tensors()["data"], self.filled_rows
         offsets = self.packed.tensors().get("offsets")
         if offsets is None:
@@ -421,9 +424,9 @@ class UnfoldedExperts(nn.Module):
         ones: list[Any] = [self._modules[str(e)] for e in range(experts.num_experts)]
         layers = [layer for one in ones for layer in one.children()]
         packed = [layer.packed for layer in layers if isinstance(layer, SparseLinear)]
-        formats = {weight.format for weight in packed}
-        if len(formats) == 1 and not not_a_stack(*formats):
-            options = Options(*formats)
+        formats = sorted({weight.format for weight in packed})
+        if len(formats) == 1 and not not_a_stack(formats[0]):
+            options = Options(formats[0])
         stacks: dict[str, Stack] = {}
         for key in projections(experts):
             parts = [[getattr(one, name) for name in self.parts(key)] for one in ones]

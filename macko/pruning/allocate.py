@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.find import FoundLinear
-from .calibrate import Call, at, blocks_of, by_block, gather, outputs_of, record, weights_in, with_hidden
+from .calibrate import Call, Statistic, at, blocks_of, by_block, gather, outputs_of, record, weights_in, with_hidden
 
 #: A layer's share of zeros is at most so far from that of the whole.
 BOUND = 0.15
@@ -94,7 +94,7 @@ def allocate(
     layers: list[FoundLinear],
     batches: list[Any],
     share: float,
-    statistic: Callable[[Tensor], Tensor] | None,
+    statistic: Statistic | None,
     prune: Prune,
     device: torch.device | str | None,
     bar: Any,

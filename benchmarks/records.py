@@ -527,18 +527,6 @@ def canonical(usual: bool) -> Lines:
     return [x for x in lines if ((x["density"], x["delta_bits"], x["even"]) == (0.5, 4, "even")) == usual]
 
 
-def canonical_packing() -> Lines:
-    titles = {
-        "pack_gbps": "pack, one call with its wait",
-        "unpack_gbps": "unpack without the look at its content (graph)",
-        "unpack_checked_gbps": "unpack, one call with its wait",
-        "check_gbps": "check, one call",
-    }
-    lines = read(H200 / "canonical.jsonl", "rows", "cols", what="pack")
-    lines = [{**line, "title": title, "gbps": line[name]} for name, title in titles.items() for line in lines]
-    return wide(lines, "{title}", "{rows}x{cols}")
-
-
 EC_VARIANTS = ["paper, 4 bits", "paper, 8 bits", "no blocks, 4 bits", "16 lanes", "8 lanes", "4 lanes", "1 lane"]
 EC_OTHERS = ["dense", "CSR", "sell"]
 
@@ -550,11 +538,6 @@ def ec() -> Lines:
         best = line["time_us"] == line["dense_time_us"]
         line |= {"us": f"**{line['time_us']:.1f}**" if best else f"{line['time_us']:.1f}", "best": 1 / line["gain"]}
     return lines
-
-
-def ec_packing() -> Lines:
-    lines = [line for line in read(H200 / "ec.jsonl", "variant", "what") if line["what"] != "spmv"]
-    return wide(ranked(lines, variant=EC_VARIANTS), "{variant}", "{what}")
 
 
 def ec_padding() -> Lines:

@@ -420,9 +420,8 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "sanitizers": (
         records.sanitized,
         Table(
-            "tool | GPU | commit | problems | products | wrong elements | errors | known reports | seconds",
-            "{tool} | {device} | {commit} | {problems} of {all} | {products:,} | {wrong} | {errors} | {known:,} "
-            "| {seconds}",
+            "tool | GPU | commit | problems | products | wrong | errors | known reports",
+            "{tool} | {device} | {commit} | {problems} of {all} | {products:,} | {wrong} | {errors} | {known:,}",
         ),
     ),
     "headline": (
@@ -473,8 +472,8 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     ),
     "engines shards": (
         lambda: [line for line in records.shards() if line["kernel"] == "tile"],
-        Table("rows x cols | of dense bytes" + "".join(f" | {n}" for n in ("1 token", 8, 16, 32, 64)),
-              "{rows} x {cols} | {1 share:.2f}" + "".join(f" | {{{n} gain:.2f}}x" for n in (1, 8, 16, 32, 64))),
+        Table("rows x cols | of dense bytes" + "".join(f" | {n}" for n in ("1 token", 8, 32, 64)),
+              "{rows} x {cols} | {1 share:.2f}" + "".join(f" | {{{n} gain:.2f}}x" for n in (1, 8, 32, 64))),
     ),
     "slide where": (records.slide, WHERE),
     "slide linears": (records.slide_gains, SLIDE),
@@ -507,11 +506,6 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table("8192x8192, density | delta bits | rows | dense, us | macko, us",
               "{density:g} | {delta_bits} | {even} | {dense_us:.1f} | {spmv_us:.1f} ({speedup:.2f}x)"),
     ),
-    "canonical packing": (
-        records.canonical_packing,
-        Table("GB/s of dense fp16, density 0.5" + "".join(f" | {n}x{n}" for n in (4096, 8192, 12288)),
-              "{title}" + "".join(f" | {{{n}x{n} gbps:.0f}}" for n in (4096, 8192, 12288))),
-    ),
     "ec where": (records.ec, WHERE),
     "ec": (lambda: wide([x for x in records.ec() if x["density"] == 0.3], "{rows}x{cols}", "{variant}"), EC),
     "ec padding": (
@@ -519,11 +513,6 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table("mask" + "".join(f" | {bits} bits, {zeros} %" for bits in (4, 8) for zeros in (70, 80, 90)),
               "{title}" + "".join(f" | {{EC paper, {bits} bits {share} padding:.1%}}".replace(" 0.", " 0")
                                   for bits in (4, 8) for share in (0.3, 0.2, 0.1))),
-    ),
-    "ec packing": (
-        lambda: [line for line in records.ec_packing() if line["variant"] in EC_SIDES],
-        Table("variant | 4096x4096, ms | 224 matrices of Llama-2-7B, s",
-              "{variant} | {pack ms:.1f} | {pack 224 matrices s:.2f}"),
     ),
     "ec cpu": (
         lambda: [line for line in records.ec_cpu() if line["density"] in (0.5, 0.1)],

@@ -1,15 +1,17 @@
 """A diffusion transformer at full size with random weights, dense and packed: bytes, seconds a step, and offloading.
 
+    python -m benchmarks.diffusion OUT.jsonl sizes
     python -m benchmarks.diffusion OUT.jsonl step --model FLUX.1-dev
     python -m benchmarks.diffusion OUT.jsonl step --model Qwen-Image --layers 30
     python -m benchmarks.diffusion OUT.jsonl offload --ways none,group,group_stream --steps 20
     python -m benchmarks.diffusion OUT.jsonl offload --ways model,sequential --steps 2
 
-A step is one call of the transformer, for an image of 1024 x 1024: 4096 tokens of it and 512 of text. `step` keeps both
-models on the GPU and calls them in turns. `offload` takes the dense model and then the packed one through each way of
-offloading, block by block with a stream or without, and looks whether the packed one says what it says without
-offloading (`same`), which of its bytes are on the GPU afterwards, and how much memory the weights took there at most:
-the peak less what activations take, which is the peak less the weights where nothing is offloaded.
+`sizes` counts from the configs of released transformers, without a GPU. A step is one call of the transformer, for an
+image of 1024 x 1024: 4096 tokens of it and 512 of text. `step` keeps both models on the GPU and calls them in turns.
+`offload` takes the dense model and then the packed one through each way of offloading, block by block with a stream or
+without, and looks whether it gives what it gives without offloading (`same`), which bytes of packed layers are on the
+GPU afterwards, and how much memory the weights took there at most: the peak less what activations take, which is the
+peak less the weights where nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -21,20 +23,72 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import cpu_offload, cpu_offload_with_hook
 from accelerate.hooks import remove_hook_from_module
+from diffusers import (
+    FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    WanTransformer3DModel,
+)
 from torch import Tensor, nn
 
 import macko
-from benchmarks.timing import append_jsonl, provenance
-from examples.diffusion import RELEASED
+from benchmarks.timing import append_jsonl, commit, provenance
+from macko.choose.auto import DENSE12_WEIGHTS
+from macko.weights import Dense12Weight
 
 #: Latents of an image, by rows and columns; tokens of text.
 SIDE, TEXT = 64, 512
 IMAGE = SIDE * SIDE
+
+
+#: Elements that a slab of 64 x 256 is taken to list: 16 fit into the bytes that it is filled up to.
+LISTED = 16
+#: diffusers' defaults are the sizes of the first three.
+RELEASED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "FLUX.1-dev": (FluxTransformer2DModel, {"guidance_embeds": True}),
+    "Qwen-Image": (QwenImageTransformer2DModel, {}),
+    "Wan 14B": (WanTransformer3DModel, {}),
+    "SD3.5 large": (
+        SD3Transformer2DModel,
+        {
+            "sample_size": 128, "patch_size": 2, "in_channels": 16, "num_layers": 38, "attention_head_dim": 64,
+            "num_attention_heads": 38, "joint_attention_dim": 4096, "caption_projection_dim": 2432,
+            "pooled_projection_dim": 2048, "out_channels": 16, "pos_embed_max_size": 192, "qk_norm": "rms_norm",
+        },
+    ),
+}  # fmt: skip
+
+
+class Size(NamedTuple):
+    """Bytes of a model in bfloat16 and packed, and these in pinned memory, tensor by tensor."""
+
+    layers: int
+    dense: int
+    packed: int
+    pinned_dense: int
+    pinned_packed: int
+
+
+def size_of(model: Any) -> Size:
+    """What compress_ would make of a model in bfloat16; it may be on the meta device."""
+    kept = model._keep_in_fp32_modules or ()
+    layers, dense, packed = 0, [], []
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            dense.append(2 * parameter.numel())
+            packed.append(dense[-1])
+            is_kept = bool(set(kept) & set(name.split(".")))
+            if type(module) is nn.Linear and key == "weight" and parameter.numel() >= DENSE12_WEIGHTS and not is_kept:
+                layers += 1
+                rows, cols = parameter.shape
+                packed[-1] = Dense12Weight.bytes_of(rows, cols, 0, LISTED) or dense[-1]
+    pinned = [sum(1 << (size - 1).bit_length() for size in sizes) for sizes in (dense, packed)]
+    return Size(layers, sum(dense), sum(packed), *pinned)
 
 
 def make(name: str, layers: int | None) -> Any:
@@ -135,6 +189,13 @@ def time_steps(args: argparse.Namespace) -> None:
     )
 
 
+def count_sizes(args: argparse.Namespace) -> None:
+    for name, (kind, config) in RELEASED.items():
+        with torch.device("meta"):
+            size = size_of(kind(**config))
+        append_jsonl(args.out, what="sizes", model=name, commit=commit(), **size._asdict())
+
+
 # ---- Offloading ------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +280,7 @@ def time_offloads(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("what", choices=("step", "offload"))
+    parser.add_argument("what", choices=("sizes", "step", "offload"))
     parser.add_argument("--model", default="FLUX.1-dev", choices=("FLUX.1-dev", "Qwen-Image"))
     parser.add_argument("--layers", type=int, help="of the transformer; default: all")
     parser.add_argument("--rounds", type=int, default=8)
@@ -228,7 +289,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--slow-steps", type=int, default=2, help="at most, without a stream")
     args = parser.parse_args()
-    time_steps(args) if args.what == "step" else time_offloads(args)
+    {"sizes": count_sizes, "step": time_steps, "offload": time_offloads}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.planes OUT.jsonl
     python -m benchmarks.planes OUT.jsonl --load /tmp --blocks 4,32
+    python -m benchmarks.planes OUT.jsonl --convert /tmp        # 24 GB of files meanwhile
 
 A bfloat16 matrix of a 7B's shape, scales by row and column, to planes and to dense again, in memory that is there: so
 glibc is told to keep it, or every call would pay a page fault for 4 KB. CPU time of this process, the best of several
@@ -9,12 +10,19 @@ rounds, in GB of bfloat16 a second; and the seconds that a 7B's linear layers ta
 
 With --load: seconds of macko.load_model, of a model of so many of a 7B's blocks with random weights on the meta device,
 onto the GPU: of its dense file and of its packed one, in turns, both in the page cache and mapped anew.
+
+With --convert: CPU seconds of this process, in user mode, to pack a folder of a Llama of 7B, 13.5 GB in shards of a
+block each, and to unpack it, on one thread; and those of reading each file's bytes once, which packing does too. All
+blocks hold the same random numbers.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
+import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -24,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 import macko
 from benchmarks.cpu import machine
@@ -44,6 +53,12 @@ def gbps(work: Callable[[], Any], size: int, rounds: int) -> float:
         work()
         best = min(best, time.process_time() - begun)
     return size / best / 1e9
+
+
+def trained(rows: int, cols: int) -> Tensor:
+    """Random bfloat16 numbers with scales by row and column."""
+    w = torch.randn(rows, cols) * torch.exp(0.5 * torch.randn(rows, 1)) * torch.exp(0.3 * torch.randn(1, cols))
+    return (w * 0.02).bfloat16()
 
 
 def blocks_7b(count: int) -> nn.Sequential:
@@ -84,24 +99,81 @@ def time_loading(out: Path, folder: Path, blocks: int, rounds: int) -> None:
             print(f"{blocks} blocks, {name}: {best:.3f} s of {file.stat().st_size / 1e9:.2f} GB, {seconds[name]}")
 
 
+def write_7b(folder: Path) -> None:
+    """Llama-2-7B's config and shapes, a block a file."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+    names = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    names += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    with torch.device("meta"):
+        shapes = [layer.weight.shape for layer in blocks_7b(1)]
+    weights = {name: trained(*shape) for name, shape in zip(names, shapes, strict=True)}
+    norm, places = torch.ones(4096, dtype=torch.bfloat16), {}
+    for block in range(32):
+        layer = f"model.layers.{block}."
+        tensors = {f"{layer}{name}.weight": weight for name, weight in weights.items()}
+        tensors |= {f"{layer}{name}.weight": norm.clone() for name in ("input_layernorm", "post_attention_layernorm")}
+        if block == 0:
+            ends = {"model.embed_tokens.weight": trained(32000, 4096), "lm_head.weight": trained(32000, 4096)}
+            tensors |= ends | {"model.norm.weight": norm.clone()}
+        name = f"model-{block + 1:05}-of-00032.safetensors"
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, name)
+    index = {"metadata": {"total_size": 0}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def time_converting(out: Path, folder: Path) -> None:
+    from macko.integrations.folders import pack_folder, unpack_folder
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        source, packed, again = (Path(place) / name for name in ("dense", "packed", "again"))
+        source.mkdir()
+        write_7b(source)
+
+        def read() -> None:
+            for file in sorted(source.glob("*.safetensors")):
+                with file.open("rb", buffering=0) as opened:
+                    while opened.read(1 << 24):
+                        pass
+
+        for step, work in (
+            ("read", read),
+            ("convert --format dense12", lambda: pack_folder(source, packed, ())),
+            ("convert --to dense", lambda: (shutil.rmtree(source), unpack_folder(packed, again))),
+        ):
+            before, begun = os.times(), time.monotonic()
+            work()
+            after = os.times()
+            user, system, wall = after.user - before.user, after.system - before.system, time.monotonic() - begun
+            print(f"7B {step}: {user:.1f} s of a core, {system:.1f} of the system beside, {wall:.1f} in all")
+            about = {"step": step, "dtype": "bfloat16", "user_s": user, "system_s": system, "wall_s": wall}
+            append_jsonl(out, **machine("cpu"), **about)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--load", type=Path, help="a folder for files that are read onto the GPU")
+    parser.add_argument("--convert", type=Path, help="a folder for that of a model")
     parser.add_argument("--blocks", default="4,32", help="comma separated")
     options = parser.parse_args()
     if options.load is not None:
         for blocks in map(int, options.blocks.split(",")):
             time_loading(options.out, options.load, blocks, options.rounds)
         return
+    if options.convert is not None:
+        time_converting(options.out, options.convert)
+        return
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    w = torch.randn(ROWS, COLS) * torch.exp(0.5 * torch.randn(ROWS, 1)) * torch.exp(0.3 * torch.randn(1, COLS))
-    w = (w * 0.02).bfloat16()
+    w = trained(ROWS, COLS)
     packed = Planes12Weight.from_dense(w)
     assert torch.equal(packed.to_dense().view(torch.int16), w.view(torch.int16))
     place = torch.empty_like(w)

@@ -235,6 +235,27 @@ def experts() -> Lines:
     )
 
 
+def planes_load() -> Lines:
+    """Seconds of reading models of so many blocks onto a GPU, from dense files and from packed ones."""
+    lines = read(H100 / "planes.jsonl", "blocks", "step")
+    return wide([line | {"gb": line["file_bytes"] / 1e9} for line in lines], "{blocks}", "{step}")
+
+
+def diffusion(what: str) -> Lines:
+    """Sizes, steps, or ways of offloading, of diffusion transformers; bytes in GB, seconds in ms."""
+    path = ROOT / "benchmarks/results/code/diffusion.jsonl" if what == "sizes" else H100 / "diffusion.jsonl"
+    lines = []
+    for line in read(path, "model", *(("layers",) if what != "sizes" else ()), *_DIFFUSION.get(what, ()), what=what):
+        scaled = {key: value / 1e9 for key, value in line.items() if key in _BYTES and value}
+        scaled |= {f"{key}_ms": line[key] * 1e3 for key in ("s", "dense_s") if key in line}
+        lines.append(line | scaled)
+    return wide(lines, "{model} {way}", "{kind}") if what == "offload" else lines
+
+
+_DIFFUSION = {"offload": ("way", "kind")}
+_BYTES = ("bytes", "dense_bytes", "dense", "packed", "pinned_dense", "pinned_packed", "weights_peak_bytes")
+
+
 def one_gpu() -> Lines:
     """A model that a GPU holds in 12 bits only; bytes in GB."""
     sizes = ("bytes", "peak_bytes", "dense_bytes")
@@ -507,8 +528,8 @@ def slide_mma() -> Lines:
 
 
 def slide_quality() -> Lines:
-    """Perplexity over the dense model's by pattern, unit of the fit and values."""
-    lines = read(H100 / "slide_quality.jsonl", "pattern", "reconstruct", "values", what="quality", size="40m")
+    """What all-MiniLM-L6-v2 keeps, by pattern, unit of the fit and values."""
+    lines = read(CPU / "slide_quality.jsonl", "pattern", "reconstruct", "values", what="quality", size="minilm")
     for line in lines:
         line["unit"] = line["reconstruct"] or "one shot"
     return wide(lines, "{pattern}", "{unit} {values}")

@@ -137,11 +137,7 @@ SLIDE_MMA = columns_of(
     ["mma dense", "mma 2:4", "mma 6:8", "cusparselt 2:4", "cusparselt 6:8", "_int_mm", "wgmma dense", "wgmma 2:4"],
     "{% us:.0f}",
 )
-SLIDE_QUALITY = columns_of(
-    "{pattern}",
-    [f"{unit} {values}" for unit in ("one shot", "submodule") for values in ("exact", "int8", "fp8")],
-    "{% perplexity_ratio:.4f}",
-)
+SLIDE_QUALITY = columns_of("{pattern}", ["one shot exact", "one shot int8", "one shot fp8"], "{% cosine:.4f}")
 
 
 EC_SIDES = (*records.EC_OTHERS, "paper, 4 bits", "no blocks, 4 bits", "8 lanes")
@@ -324,6 +320,15 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
             "{step} | {avx2 gbps:.1f} | {avx2 s_7b:.1f} | {scalar gbps:.1f} | {scalar s_7b:.1f}",
         ),
     ),
+    "planes load": (
+        records.planes_load,
+        Table("blocks of a 7B | bfloat16, GB | packed, GB | bfloat16, s | packed, s",
+              "{blocks} | {load dense gb:.1f} | {load packed gb:.1f} | {load dense s:.2f} | {load packed s:.2f}"),
+    ),
+    "planes convert": (
+        lambda: read(CPU / "convert.jsonl", "step"),
+        Table("step | user, s | system, s", "{step} | {user_s:.1f} | {system_s:.1f}"),
+    ),
     "sparse11 listed": (
         records.listed,
         Table(
@@ -372,6 +377,23 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table("model | rows x cols | 1 sequence | 8 | 32 | 64 | 128",
               "{model} | {rows} x {cols} | {dense12 1 gain:.2f}x | {dense12 8 gain:.2f}x | {dense12 32 gain:.2f}x | "
               "{dense12 64 gain:.2f}x | {dense12 128 gain:.2f}x"),
+    ),
+    "diffusion where": (lambda: read(H100 / "diffusion.jsonl"), WHERE),
+    "diffusion sizes": (
+        lambda: records.diffusion("sizes"),
+        Table("transformer | layers packed | bfloat16, GB | packed, GB | pinned, bfloat16, GB | pinned, packed, GB",
+              "{model} | {layers} | {dense:.1f} | {packed:.1f} | {pinned_dense:.1f} | {pinned_packed:.1f}"),
+    ),
+    "diffusion step": (
+        lambda: records.diffusion("step"),
+        Table("transformer | layers packed | bfloat16, GB | packed, GB | ms a step, bfloat16 | packed",
+              "{model} | {packed_layers} | {dense_bytes:.1f} | {bytes:.1f} | {dense_s_ms:.0f} | {s_ms:.0f}"),
+    ),
+    "diffusion offload": (
+        lambda: records.diffusion("offload"),
+        Table("way | ms a step, bfloat16 | packed | weights on the GPU at most, bfloat16, GB | packed, GB",
+              "{way} | {dense s_ms:.0f} | {packed s_ms:.0f} | {dense weights_peak_bytes:.2f} | "
+              "{packed weights_peak_bytes:.2f}"),
     ),
     "one gpu where": (lambda: read(H100 / "one_gpu.jsonl"), WHERE),
     "one gpu": (
@@ -488,10 +510,6 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         paragraph("{gpu}, driver {driver}, torch {torch}, cuSPARSELt {cusparselt}, commit {commits}."),
     ),
     "slide quality": (records.slide_quality, SLIDE_QUALITY),
-    "slide quality where": (
-        records.slide_quality,
-        paragraph("{device}, torch {torch}; {weights} weights, trained on {trained_tokens} tokens, commit {commits}."),
-    ),
     "canonical where": (lambda: records.canonical(True) + records.canonical(False), WHERE),
     "canonical": (
         lambda: wide(records.canonical(True), "{rows}x{cols}", "{dtype}"),

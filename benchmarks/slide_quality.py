@@ -102,6 +102,9 @@ def spread(found: list[dict[str, Tensor]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     quality.add_arguments(parser)
+    parser.add_argument(
+        "--types", nargs="*", choices=TYPES, default=[*TYPES], help="of values, besides those as they are"
+    )
     parser.add_argument("--units", default=",submodule", help="of fits: one shot and by submodule")
     args = parser.parse_args()
     begin, device = time.perf_counter(), torch.device(args.device)
@@ -143,10 +146,11 @@ def main() -> None:
 
     def judge_all(smaller: Any, pattern: str, unit: str, seconds: float) -> None:
         judge(smaller, pattern, unit, "exact", seconds)
-        for values, dtype in TYPES.items():
-            judge(on_slide(smaller, pattern, dtype), pattern, unit, values, seconds)
+        for values in args.types:
+            judge(on_slide(smaller, pattern, TYPES[values]), pattern, unit, values, seconds)
 
-    if not there(pattern="dense", values="fp8"):
+    last = (args.types or ["exact"])[-1]
+    if not there(pattern="dense", values=last):
         judge_all(dense, "dense", "", 0)
     cols = {layer.module.weight.shape[1] for layer in find_linears(dense, IGNORED, None)}
     for unit in args.units.split(","):
@@ -154,7 +158,7 @@ def main() -> None:
             if any(size % int(pattern.split(":")[1]) for size in cols):
                 say(f"{pattern}: the model's columns are no multiple of it")
                 continue
-            if there(pattern=pattern, reconstruct=unit, values="fp8"):
+            if there(pattern=pattern, reconstruct=unit, values=last):
                 continue
             if time.perf_counter() - begin > args.seconds:
                 say(f"left out for lack of time: {pattern} {unit}")

@@ -3,7 +3,6 @@
     python -m examples.diffusion                                a tiny FLUX with random weights, here
     python -m examples.diffusion FOLDER --prompt "a red fox"    a pipeline of your own, on a GPU
     python -m examples.diffusion FOLDER --offload               the same, its blocks fetched from the CPU one by one
-    python -m examples.diffusion --sizes                        what released models take, counted from their configs
 
 diffusers, accelerate and transformers have to be installed.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -24,71 +23,12 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
-    QwenImageTransformer2DModel,
-    SD3Transformer2DModel,
-    WanTransformer3DModel,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 import macko
-from macko.choose.auto import DENSE12_WEIGHTS
 from macko.nn.report import format_bytes
-from macko.weights import Dense12Weight
-
-#: Elements that a slab of 64 x 256 is taken to list: 16 fit into the bytes that it is filled up to.
-LISTED = 16
-#: diffusers' defaults are the sizes of the first three.
-RELEASED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "FLUX.1-dev": (FluxTransformer2DModel, {"guidance_embeds": True}),
-    "Qwen-Image": (QwenImageTransformer2DModel, {}),
-    "Wan 14B": (WanTransformer3DModel, {}),
-    "SD3.5 large": (
-        SD3Transformer2DModel,
-        {
-            "sample_size": 128, "patch_size": 2, "in_channels": 16, "num_layers": 38, "attention_head_dim": 64,
-            "num_attention_heads": 38, "joint_attention_dim": 4096, "caption_projection_dim": 2432,
-            "pooled_projection_dim": 2048, "out_channels": 16, "pos_embed_max_size": 192, "qk_norm": "rms_norm",
-        },
-    ),
-}  # fmt: skip
-
-
-class Size(NamedTuple):
-    """Bytes of a model in bfloat16 and packed, and these in pinned memory, tensor by tensor."""
-
-    layers: int
-    dense: int
-    packed: int
-    pinned_dense: int
-    pinned_packed: int
-
-
-def size_of(model: Any) -> Size:
-    """What compress_ would make of a model in bfloat16; it may be on the meta device."""
-    kept = model._keep_in_fp32_modules or ()
-    layers, dense, packed = 0, [], []
-    for name, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            dense.append(2 * parameter.numel())
-            packed.append(dense[-1])
-            is_kept = bool(set(kept) & set(name.split(".")))
-            if type(module) is nn.Linear and key == "weight" and parameter.numel() >= DENSE12_WEIGHTS and not is_kept:
-                layers += 1
-                rows, cols = parameter.shape
-                packed[-1] = Dense12Weight.bytes_of(rows, cols, 0, LISTED) or dense[-1]
-    pinned = [sum(1 << (size - 1).bit_length() for size in sizes) for sizes in (dense, packed)]
-    return Size(layers, sum(dense), sum(packed), *pinned)
-
-
-def sizes() -> None:
-    print("| transformer | layers packed | bfloat16 | packed | | pinned, bfloat16 | pinned, packed |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for name, (kind, config) in RELEASED.items():
-        with torch.device("meta"):
-            size = size_of(kind(**config))
-        gb = [f"{size_bytes / 1e9:.1f} GB" for size_bytes in size[1:]]
-        print(f"| {name} | {size.layers} | {gb[0]} | {gb[1]} | {size.packed / size.dense:.3f} | {gb[2]} | {gb[3]} |")
 
 
 def tiny_pipeline(device: torch.device) -> Any:
@@ -135,11 +75,7 @@ def main() -> None:
     parser.add_argument(
         "--offload", action="store_true", help="fetch blocks from the CPU by diffusers' group offloading"
     )
-    parser.add_argument("--sizes", action="store_true", help="what released models take")
     args = parser.parse_args()
-    if args.sizes:
-        sizes()
-        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if args.folder is None:
         pipe = tiny_pipeline(device)

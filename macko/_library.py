@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).parent
 
 
 def _elsewhere() -> list[Path]:
-    """Built mackos that this folder's hides, as a clone's does behind `pip install .`; none where this one is built."""
+    """Built mackos that this folder's hides, as a clone's does after `pip install .`; none where this one is built."""
     own = find_spec("macko._C")
     if own and own.origin and Path(own.origin).parent.samefile(_PACKAGE):
         return []

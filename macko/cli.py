@@ -141,9 +141,9 @@ def _prune_arguments(add: Any) -> None:
 def _convert_arguments(add: Any) -> None:
     _in_and_out(add, "folder with dense weights, or sparse ones of compressed-tensors, or its name on the Hub")
     *some, last = with_own_files()
-    held = f"what the weights are held in where the model is loaded ({', '.join(some)} and {last} have files of their "
-    held += "own, the others the same; dense12: any bfloat16 model in 12 bits a weight, bit for bit)"
-    add("--format", default="auto", help=f"{held}: {', '.join((*CHOICES, *FORMATS))}")
+    about = f"what the weights are held in where the model is loaded ({', '.join(some)} and {last} have files of their "
+    about += "own, the others the same; dense12: any bfloat16 model in 12 bits a weight, bit for bit)"
+    add("--format", default="auto", help=f"{about}: {', '.join((*CHOICES, *FORMATS))}")
     add("--values", choices=codes.KINDS, help="round to 8 bits a value, with a scale a row (default: no)")
     add("--dtype", choices=("bfloat16",), help="round float32 weights to it (default: no, but where none changes)")
     add("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
@@ -296,9 +296,9 @@ def convert(options: argparse.Namespace) -> None:
 
     ignore = _ignored(options.ignore)
     values = options.values or "exact"
-    known, name = [*CHOICES, *FORMATS], options.format.partition(" ")[0]  # a pattern may follow
-    if name not in known:
-        raise ValueError(f"--format is {options.format!r}, expected one of {', '.join(known)}")
+    formats, name = [*CHOICES, *FORMATS], options.format.partition(" ")[0]  # a pattern may follow
+    if name not in formats:
+        raise ValueError(f"--format is {options.format!r}, expected one of {', '.join(formats)}")
     config = MackoConfig(format=options.format, ignore=ignore, min_sparsity=options.min_sparsity, values=values)
     check_target(options.target, options.source, options.overwrite)
     if options.to:
@@ -397,8 +397,8 @@ def _convert_quantised(options: argparse.Namespace, source: Path) -> bool:
         result.mkdir()
         layers = pack_quantised(source, result)
         copy_others(source, result)
-    held = ", ".join(sorted({about["values"] for about in layers.values()}))
-    print(f"{options.target}: {len(layers)} layers of {held}, with the codes and scales of {options.source}.")
+    kinds = ", ".join(sorted({about["values"] for about in layers.values()}))
+    print(f"{options.target}: {len(layers)} layers of {kinds}, with the codes and scales of {options.source}.")
     return True
 
 

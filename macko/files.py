@@ -490,6 +490,28 @@ class Checkpoint:
         return weight
 
 
+class FolderWriter:
+    """The files of a folder, one after the other, and then its index and config.json."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.places: dict[str, str] = {}
+        self.size = 0
+        folder.mkdir(exist_ok=True)
+
+    def add(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+        if tensors:
+            save_file(tensors, self.folder / name, metadata={"format": "pt", **(metadata or {})})
+            self.places |= dict.fromkeys(tensors, name)
+            self.size += sum(tensor.nbytes for tensor in tensors.values())
+
+    def end(self, config: dict[str, Any]) -> None:
+        if {*self.places.values()} != {"model.safetensors"}:
+            about = {"metadata": {"total_size": self.size}, "weight_map": self.places}
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2))
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
 def quant_method(about: Any) -> str:
     """Whose way a quantization_config is of, a dict as in config.json or an object; nothing where there is none."""
     get = about.get if isinstance(about, dict) else lambda key: getattr(about, key, None)
@@ -515,10 +537,13 @@ def check_whole(model: nn.Module, missing: set[str], unexpected: set[str], where
         hint = f"; they have {like}: save the model without what wraps it" if like else ""
         hint = hint or (f"; they have {unused[0]}, which it has not" if unused else "")
         raise ValueError(f"{os.fspath(where)}: its files lack {first}{others}{hint}")
-    held = {*names, *(join(name, "weight") for name, module in model.named_modules() if isinstance(module, nn.Linear))}
+    weights = {
+        *names,
+        *(join(name, "weight") for name, module in model.named_modules() if isinstance(module, nn.Linear)),
+    }
     for name in unused:
         weight, scale, _ = name.partition("_scale")
-        if scale and weight in held:
+        if scale and weight in weights:
             raise ValueError(f"{os.fspath(where)}: {weight} is quantised: its files have {name}, which nobody applies")
 
 

@@ -1,8 +1,8 @@
-"""What stands before and behind a sparse layer, in its kernel or in one that overlaps with it: a pass of Inductor's.
+"""What stands before and after a sparse layer, in its kernel or in one that overlaps with it: a pass of Inductor's.
 
 A decoder's step for a few tokens has kernels of some microseconds between its products, which wait for them. The sum of
-a layer's output and the residual, the root mean square norm behind it and silu(gate) * up become kernels that let the
-product behind them fetch its weights meanwhile, or are in the product: in sell's one token's norm, in every layout its
+a layer's output and the residual, the root mean square norm after it and silu(gate) * up become kernels that let the
+product after them fetch its weights meanwhile, or are in the product: in sell's one token's norm, in every layout its
 sum, as a bias. Dense layers have the like from Inductor.
 
 Inductor takes the pass by itself from the first graph with a sparse layer on, where its
@@ -180,7 +180,7 @@ def _take_norm(linear: fx.Node, found: dict[str, Any], in_product: bool) -> None
         return
     # The kernel reads its weight before it waits for the kernel before it, which must not be the one that makes it. And
     # it lets the next kernel start before it waits itself: with enable_pdl that may be one of Triton's, which waits for
-    # the kernel right before it alone (core/cuda.cuh). A weight that is no argument may be made behind the sum.
+    # the kernel right before it alone (core/cuda.cuh). A weight that is no argument may be made after the sum.
     if weight.op not in ("placeholder", "get_attr") or config.triton.enable_pdl:
         return
     source = linear.args[0]

@@ -96,13 +96,13 @@ def linear_experts(
         x: [tokens, cols], sorted by expert; with an order as they come.
         tensors, header: experts' matrices as one packed weight of slabs, [experts * filled rows, cols].
         rows: of an expert, which the weight holds filled up with zeros to a multiple of 64.
-        ends: int32 [experts], where x is: the first row behind each expert's.
+        ends: int32 [experts], where x is: the first row after each expert's.
         order, top_k: int32 [pairs], of expert_order: the rows are order[i] // top_k of x. On a GPU nobody looks whether
             x has them.
         gated: multiplies silu(gate) * up, both rounded, for x [tokens, 2 * cols] of which gate is the first half.
 
     Returns:
-        [tokens, rows], with an order [pairs, rows]; zeros in the rows behind the last end. Differentiable in x. On a
+        [tokens, rows], with an order [pairs, rows]; zeros in the rows after the last end. Differentiable in x. On a
         GPU no host waits, and up to 96 tokens an expert in the mean a token's bits depend on no other one.
 
     Raises:
@@ -522,7 +522,7 @@ def _experts_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     w = torch.ops.macko.dense(tensors, ctx.header, False)
     w = w.view(len(ends), -1, w.shape[1])[:, : ctx.rows]
     rows = torch.arange(len(grad), device=grad.device).unsqueeze(1)
-    grad_x = torch._grouped_mm(grad.contiguous(), w, offs=ends)  # of rows behind the last end it writes nothing
+    grad_x = torch._grouped_mm(grad.contiguous(), w, offs=ends)  # of rows after the last end it writes nothing
     grad_x = grad_x.masked_fill(rows >= ends[-1:], 0)
     if order is not None:
         grad_x = grad_x.new_zeros(ctx.x_rows, grad_x.shape[1]).index_add_(0, order // ctx.top_k, grad_x)

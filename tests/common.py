@@ -150,6 +150,14 @@ def compressed_config(kind: str) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": groups}
 
 
+def random_bits(rows: int, cols: int, density: float, dtype: torch.dtype, seed: int) -> Tensor:
+    """Any bits in a uniform mask: NaN, Inf and subnormal numbers among them."""
+    generator = torch.Generator().manual_seed(seed)
+    limits = torch.iinfo({2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    bits = torch.randint(limits.min, limits.max, (rows, cols), dtype=getattr(torch, limits.dtype), generator=generator)
+    return (bits * (torch.rand(rows, cols, generator=generator) < density)).view(dtype)
+
+
 def random_vector(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     """Signed normal values."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

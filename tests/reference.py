@@ -82,7 +82,7 @@ def sell_unpack(sell: SellWeight) -> Tensor:
 
 
 def _sell_gaps(words: Tensor, gap_bits: int) -> Tensor:
-    """Gaps [32 lanes, 16] of a slot's int16 words behind its values."""
+    """Gaps [32 lanes, 16] of a slot's int16 words after its values."""
     planes = words[: gap_bits // 2 * 64].reshape(-1, 32, 2).view(torch.uint8).view(gap_bits // 2, 32, 4).long()
     fields = (planes << 8 * torch.arange(gap_bits // 2)[:, None, None]).sum(0)  # [lane, pair]
     if gap_bits % 2:
@@ -186,7 +186,7 @@ def _streams(held: Tensor, has: Tensor) -> tuple[Tensor, Tensor]:
     heads, tails = ((counts[at] + counts[at + 1]).tolist() for at in (0, 2))
     starts, streams = torch.zeros(32, 4, dtype=torch.uint8), [held.new_zeros(0)] * 32
     in_order = sorted(range(32), key=lambda lane: -tails[lane]), sorted(range(32), key=heads.__getitem__)
-    for lane, column in zip(*in_order, strict=True):  # the longest tail behind the shortest head
+    for lane, column in zip(*in_order, strict=True):  # the longest tail after the shortest head
         starts[lane] = torch.tensor([heads[column], column * 4, counts[0, lane], counts[2, lane]])
         streams[column] = torch.cat([held[:2, column][has[:2, column]], held[2:, lane][has[2:, lane]]])
     padded = torch.nn.utils.rnn.pad_sequence(streams, batch_first=True).to(torch.uint8)
@@ -313,7 +313,7 @@ def slide_expand(w: Tensor, n: int) -> Tensor:
 
 
 def slide_lift(x: Tensor, n: int) -> Tensor:
-    """x [..., cols] in expanded columns: lifted[4 v + d] = x[slide_column(v) + d], zeros behind."""
+    """x [..., cols] in expanded columns: lifted[4 v + d] = x[slide_column(v) + d], zeros after."""
     bits = x.cpu().contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
     padded = torch.nn.functional.pad(bits, (0, 2 * n))
     lifted = bits.new_zeros(*x.shape[:-1], slide_depth(x.shape[-1], n))

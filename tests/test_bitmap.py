@@ -21,6 +21,7 @@ from tests.common import (
     assert_same_bits,
     cpu_paths,
     integer_problem,
+    random_bits,
     random_vector,
     random_weight,
     torch_threads,
@@ -111,11 +112,7 @@ def test_any_bits_survive(
 ) -> None:
     """NaN, Inf and subnormal numbers among them."""
     with _library.plan(f"cpu={path}"):
-        generator = torch.Generator().manual_seed(seed)
-        integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-        limit = torch.iinfo(integer)
-        w = torch.randint(limit.min, limit.max, (rows, cols), dtype=integer, generator=generator).view(dtype)
-        laid_out(torch.where(torch.rand(rows, cols, generator=generator) < density, w, torch.zeros_like(w)), bits)
+        laid_out(random_bits(rows, cols, density, dtype, seed), bits)
 
 
 @pytest.mark.parametrize("density", [0.1, 0.5, 1.0])
@@ -212,7 +209,7 @@ def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
                     call()
             with pytest.raises(ValueError, match="not a bitmap weight: "):
                 BitmapWeight(*broken, rows=rows, cols=cols).validate()  # type: ignore[misc]
-        # A bit behind the last column in the place of another: as many as row_ptr says.
+        # A bit after the last column in the place of another: as many as row_ptr says.
         moved = bits.clone()
         moved[77, 63] = 128
         moved[77, 0] ^= int(moved[77, 0]) & -int(moved[77, 0])
@@ -229,8 +226,8 @@ def test_validate_finds_what_does_not_stop_the_reading() -> None:
     weight.validate()
     for index, value, message in (
         (3, 0.0, "entry 3: a zero is stored"),
-        (-32, 1.0, "behind the last one of the last row, is not zero"),
-        (-1, -0.0, "behind the last one of the last row, is not zero"),
+        (-32, 1.0, "after the last one of the last row, is not zero"),
+        (-1, -0.0, "after the last one of the last row, is not zero"),
     ):
         values = weight.values.clone()
         values[index] = value

@@ -158,23 +158,31 @@ def test_what_lies_about_codes_under_a_mask_is_refused(tmp_path: Path, capsys: p
 # ---- 4 bits ----------------------------------------------------------------------------------------------------------
 
 
-def folder_of_4_bits(path: Path) -> dict[str, Tensor]:
-    """pack-quantized, groups of 32 columns, half of the codes 0; the weights."""
+def in_words(codes: Tensor) -> Tensor:
+    """Codes of 4 bits, eight of a row in a word."""
+    padded = torch.nn.functional.pad(codes + 8, (0, -codes.shape[1] % 8))
+    words = (padded.view(len(codes), -1, 8) << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def folder_of_4_bits(path: Path, symmetric: bool = True) -> dict[str, Tensor]:
+    """pack-quantized, groups of 32 columns, half of the weights 0; the weights."""
     model = llama()
     tensors, found = model.state_dict(), {}
     for name, w in linears(model).items():
-        codes = torch.randint(-8, 8, w.shape) * (torch.rand(w.shape) < 0.5)
         scales = (torch.rand(len(w), w.shape[1] // 32) + 0.5).bfloat16()
-        words = ((codes + 8).view(len(w), -1, 8) << torch.arange(0, 32, 4)).sum(-1)
-        words = torch.where(words >= 2**31, words - 2**32, words).int()
+        zeros = torch.zeros(scales.shape, dtype=torch.long) if symmetric else torch.randint(-8, 8, scales.shape)
+        of_each = zeros.repeat_interleave(32, 1)
+        codes = torch.where(torch.rand(w.shape) < 0.5, torch.randint(-8, 8, w.shape), of_each)
         del tensors[f"{name}.weight"]
-        parts = {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
+        parts = {"weight_packed": in_words(codes), "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
+        parts |= {} if symmetric else {"weight_zero_point": in_words(zeros.t()).t().contiguous()}
         tensors |= {f"{name}.{key}": tensor for key, tensor in parts.items()}
-        found[name] = (codes * scales.float().repeat_interleave(32, 1)).bfloat16()
+        found[name] = ((codes - of_each) * scales.float().repeat_interleave(32, 1)).bfloat16()
     path.mkdir()
     model.config.save_pretrained(path)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": symmetric}
     about = {
         "quant_method": "compressed-tensors", "format": "pack-quantized",
         "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
@@ -184,8 +192,9 @@ def folder_of_4_bits(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def test_4_bits_with_zeros_are_packed_at_16_with_a_warning(tmp_path: Path) -> None:
-    found = folder_of_4_bits(tmp_path / "in")
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_4_bits_with_zeros_are_packed_at_16_with_a_warning(symmetric: bool, tmp_path: Path) -> None:
+    found = folder_of_4_bits(tmp_path / "in", symmetric)
     with pytest.warns(UserWarning, match="have 4 bits, and are unpacked to 16"):
         assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--format", "macko"]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
@@ -201,7 +210,8 @@ def test_4_bits_that_lie_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
     for change, message in (
         ({"weight_packed": torch.zeros(96, 7, dtype=torch.int32)}, "weight_packed is torch.int32 [96, 7]"),
         ({"weight_scale": torch.ones(96, 5)}, "weight_scale has shape [96, 5]"),
-        ({"weight_zero_point": torch.zeros(12, 2, dtype=torch.int32)}, "it has zero points or an order of columns"),
+        ({"weight_zero_point": torch.zeros(11, 2, dtype=torch.int32)}, "weight_zero_point is torch.int32 [11, 2]"),
+        ({"weight_g_idx": torch.zeros(64, dtype=torch.int32)}, "it has an order of columns"),
     ):
         save_file(whole | {f"{name}.{key}": tensor for key, tensor in change.items()}, file, {"format": "pt"})
         with pytest.warns(UserWarning, match="4 bits"):

@@ -39,6 +39,8 @@ from macko.pruning.prune import METHODS
 from tests.common import as_8_bits, as_bitmask, assert_same_bits, compressed_config, random_weight
 from tests.tiny_llama import TEXT, TinyLlama, needs_transformers
 
+pytestmark = needs_transformers
+
 
 @pytest.fixture(scope="module")
 def dense_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -62,7 +64,6 @@ def dense(dense_once: Path, tmp_path: Path) -> Path:
     return shutil.copytree(dense_once, tmp_path / "dense")
 
 
-@needs_transformers
 def test_prune_then_convert_then_load(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -90,7 +91,6 @@ def test_prune_then_convert_then_load(dense: Path, tmp_path: Path, capsys: pytes
         assert all(word in line.split() for word in ("104x48", "0.500", "2:4", form))
 
 
-@needs_transformers
 def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     other.mkdir()
@@ -144,7 +144,6 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
 MAGNITUDE = ("--method", "magnitude")
 
 
-@needs_transformers
 @pytest.mark.parametrize("content", ["cut_off", "empty", "random"])
 def test_a_broken_file_is_named(content: str, dense: Path, text: str, tmp_path: Path, capsys: Any) -> None:
     file = dense / "model.safetensors"
@@ -166,7 +165,6 @@ def test_a_broken_file_is_named(content: str, dense: Path, text: str, tmp_path: 
     assert not list(tmp_path.glob("out*"))
 
 
-@needs_transformers
 def test_devices_that_are_not_there(dense: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for command, device in (("prune", "cuda"), ("prune", "gpu"), ("convert", "cuda:7"), ("convert", "meta")):
@@ -175,7 +173,6 @@ def test_devices_that_are_not_there(dense: Path, tmp_path: Path, capsys: Any, mo
         assert f"--device is {device!r}, here there is cpu" in one_line(capsys)
 
 
-@needs_transformers
 def test_eight_bit_floats_are_inspected(dense: Path, tmp_path: Path, capsys: Any) -> None:
     file = dense / "model.safetensors"
     tensors = load_file(file)
@@ -208,7 +205,6 @@ def text(dense: Path, tmp_path: Path) -> str:
     return str(file)
 
 
-@needs_transformers
 def test_calibration_that_cannot_be(
     dense: Path, text: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +237,6 @@ def scaled(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**state, "model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}
 
 
-@needs_transformers
 @pytest.mark.parametrize("command", ["prune", "convert", "eval", "against", "bench"])
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -280,7 +275,6 @@ def test_a_weight_that_no_file_has_is_not_made_at_random(
     assert not list(tmp_path.glob("out*"))
 
 
-@needs_transformers
 def test_a_tied_head_is_in_no_file_and_is_whole(dense: Path, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -292,7 +286,6 @@ def test_a_tied_head_is_in_no_file_and_is_whole(dense: Path, tmp_path: Path) -> 
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "packed"), "--device", "cpu"]) == 0
 
 
-@needs_transformers
 @pytest.mark.parametrize("method", ["gptq", "awq", "torchao", "fp8", None, "sparse-bitmask"])
 def test_what_others_quantised_is_named(method: str | None, dense: Path, tmp_path: Path, capsys: Any) -> None:
     """None: bitsandbytes of long ago, without a quant_method."""
@@ -319,7 +312,6 @@ def test_what_others_quantised_is_named(method: str | None, dense: Path, tmp_pat
         assert "up_proj.qweight and tensors like it (2) are not in the table" in capsys.readouterr().out
 
 
-@needs_transformers
 def test_names_with_spaces_can_be_pasted(dense: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "aus gäbe"
     assert main(["prune", str(dense), str(out), "--method", "magnitude"]) == 0
@@ -327,7 +319,6 @@ def test_names_with_spaces_can_be_pasted(dense: Path, tmp_path: Path, capsys: An
     assert shlex.split(line.partition("Next: ")[2]) == ["macko", "convert", str(out), f"{out}-packed"]
 
 
-@needs_transformers
 def test_others_may_read_what_is_written(dense: Path, tmp_path: Path) -> None:
     """safetensors makes files that their owner alone can read."""
     before = os.umask(0o022)
@@ -341,7 +332,6 @@ def test_others_may_read_what_is_written(dense: Path, tmp_path: Path) -> None:
             assert file.stat().st_mode & 0o777 == 0o644, file
 
 
-@needs_transformers
 @pytest.mark.parametrize("command", ["prune", "convert", "eval", "bench", "against"])
 @pytest.mark.parametrize("fault", ["no config", "empty"])
 def test_a_folder_that_is_no_model_is_named(
@@ -364,7 +354,6 @@ def test_a_folder_that_is_no_model_is_named(
     assert f"{broken} has no config.json" in one_line(capsys)
 
 
-@needs_transformers
 def test_eval_in_words_beside_its_json(dense: Path, text: str, tmp_path: Path, capsys: Any) -> None:
     shutil.copytree(dense, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer.json", "tokenizer_config.json"))
     options = ["--data", text, "--lengths", "16", "--samples", "2"]
@@ -428,7 +417,6 @@ def test_inspect_tells_of_this_cpu_first(tmp_path: Path, capsys: Any, monkeypatc
     assert "nobody measured it: fitted to another GPU's times; measured are NVIDIA H100 80GB HBM3, NVIDIA H200;" in said
 
 
-@needs_transformers
 def test_nothing_to_do_is_no_success(dense: Path, tmp_path: Path, capsys: Any) -> None:
     pruned, packed, out = (str(tmp_path / name) for name in ("pruned", "packed", "out"))
     assert main(["prune", str(dense), out, *MAGNITUDE, "--pattern", "3:7"]) == 1
@@ -444,7 +432,6 @@ def test_nothing_to_do_is_no_success(dense: Path, tmp_path: Path, capsys: Any) -
     assert not list(tmp_path.glob("out*"))
 
 
-@needs_transformers
 def test_a_slip_in_ignore_does_not_prune_the_head(dense: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     assert main(["prune", str(dense), str(out), *MAGNITUDE, "--ignore", "lm_haed"]) == 1
@@ -460,7 +447,6 @@ def test_a_slip_in_ignore_does_not_prune_the_head(dense: Path, tmp_path: Path, c
         assert (head == 0).any() == (more == ["--ignore"])
 
 
-@needs_transformers
 def test_sell_is_kept_in_the_config_where_it_does_not_run(dense: Path, tmp_path: Path, capsys: Any) -> None:
     pruned, sell, plain = (tmp_path / name for name in ("pruned", "sell", "plain"))
     assert main(["prune", str(dense), str(pruned), *MAGNITUDE]) == 0
@@ -481,7 +467,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert (ended.value.code, capsys.readouterr().out) == (0, f"macko {macko.__version__}\n")
 
 
-@needs_transformers
 def test_prune_ends_with_zeros_and_the_next_command(dense: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["prune", str(dense), str(tmp_path / "out"), *MAGNITUDE]) == 0
     *_, total, last = capsys.readouterr().out.splitlines()
@@ -509,7 +494,6 @@ def broken_save(error: BaseException) -> Callable[..., None]:
     return save
 
 
-@needs_transformers
 @pytest.mark.parametrize("command", ["prune", "convert"])
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
@@ -550,7 +534,6 @@ def test_what_stops_the_writing_leaves_no_half_of_it(
 
 
 @pytest.mark.slow
-@needs_transformers
 def test_leftovers_of_a_killed_run_are_in_nobodys_way(dense: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     before = "import sys; from macko.cli import main; from transformers import PreTrainedModel; import os, signal\n"
@@ -566,7 +549,6 @@ def test_leftovers_of_a_killed_run_are_in_nobodys_way(dense: Path, tmp_path: Pat
     assert not list(tmp_path.glob("out[.]*"))
 
 
-@needs_transformers
 def test_out_is_known_to_be_writable_and_large_enough_before_anything_is_loaded(
     dense: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -590,7 +572,6 @@ def test_out_is_known_to_be_writable_and_large_enough_before_anything_is_loaded(
     assert f"has 10 B left, {out} may take {size}" in one_line(capsys)
 
 
-@needs_transformers
 def test_a_name_on_the_hub_is_resolved_or_refused_before_any_work(
     dense: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -620,7 +601,6 @@ def test_a_name_on_the_hub_is_resolved_or_refused_before_any_work(
     assert not list(tmp_path.glob("out*"))
 
 
-@needs_transformers
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 @pytest.mark.slow
 def test_an_interrupted_prune_resumes_to_the_same_bits(
@@ -668,7 +648,6 @@ def test_an_interrupted_prune_resumes_to_the_same_bits(
         assert_same_bits(tensor, wanted[name])
 
 
-@needs_transformers
 @pytest.mark.slow
 def test_without_resume_it_starts_anew_and_says_so(
     dense: Path, text: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
@@ -696,7 +675,6 @@ def test_without_resume_it_starts_anew_and_says_so(
 
 
 @pytest.mark.slow
-@needs_transformers
 def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # so that logits are the same
     out = tmp_path / "results.jsonl"
@@ -720,7 +698,6 @@ def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         assert all(0 < found["of_bound"] <= 1 for found in row["layers"])
 
 
-@needs_transformers
 @pytest.mark.parametrize(("engine", "lengths"), [("transformers", [96, 32, 128]), ("vllm", [95, 32, 127])])
 def test_lengths_of_bench_end_with_the_models_positions(
     engine: str, lengths: list[int], dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
@@ -749,24 +726,6 @@ def no_times(call: Any, on_gpu: bool, calls: int = 3) -> list[float]:
     return [2.0, 1.0, 3.0]
 
 
-@needs_transformers
-@pytest.mark.slow
-def test_bench_against_fewer_bits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(runs, "seconds", no_times)
-    out = tmp_path / "results.jsonl"
-    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--dtype", "bfloat16"]
-    assert main(["bench", "random:tiny", *sizes, "--against", "fp8", "int4", "--json", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "fp8, 28 layers, logits: " in printed
-    assert "int4, 24 layers, logits: " in printed  # 688 columns are no groups of 128
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["model"] for row in rows if row["what"] == "decode"] == ["dense", "sparse", "fp8", "int4"]
-
-
-@needs_transformers
 def test_weights_of_random_models_may_have_been_bfloat16() -> None:
     def low_bits(weights: Tensor) -> Tensor:
         return weights.view(torch.int16) & 7
@@ -787,24 +746,25 @@ def test_weights_of_random_models_may_have_been_bfloat16() -> None:
         assert 0.4 < (dummy == 0).float().mean() < 0.6
 
 
-@needs_transformers
 @pytest.mark.slow
-def test_bench_shows_no_figure_that_noise_hides(
+def test_bench_against_fewer_bits_shows_no_figure_that_noise_hides(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(runs, "seconds", no_times)
     out = tmp_path / "results.jsonl"
-    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--sparsity", "0.5"]
-    assert main(["bench", "random:tiny", *sizes, "--json", str(out)]) == 0
+    sizes = ["--batch", "1", "--prompt-tokens", "4", "--new-tokens", "2", "--sparsity", "0.5", "--dtype", "bfloat16"]
+    assert main(["bench", "random:tiny", *sizes, "--against", "fp8", "int4", "--json", str(out)]) == 0
     printed = capsys.readouterr().out
+    assert "fp8, 28 layers, logits: " in printed
+    assert "int4, 24 layers, logits: " in printed  # 688 columns are no groups of 128
     assert "dense, decode batch 1 prompt 4: too noisy to tell" in printed
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    decode = [(row["ms"], row["tokens_per_s"]) for row in rows if row["what"] == "decode"]
-    assert decode == [(None, None)] * 2
+    decode = [(row["model"], row["ms"], row["tokens_per_s"]) for row in rows if row["what"] == "decode"]
+    assert decode == [(side, None, None) for side in ("dense", "sparse", "fp8", "int4")]
     assert all(row["ms"] == 1000 for row in rows if row["what"] == "prefill")
     cells = [line.split()[-3:] for line in printed.splitlines() if re.match("decode +1 +4 ", line)]
-    assert cells == [["-"] * 3] * 2
+    assert cells == [["-"] * 3] * 4
     assert "outputs of each layer equal to dense but for rounding: yes (worst 0." in printed
 
 
@@ -874,7 +834,6 @@ def test_each_side_of_an_engine_writes_its_lines_or_is_gone(
     watched.clear()
 
 
-@needs_transformers
 def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "seconds", None)
     load = mock.Mock(wraps=bench._load)
@@ -900,7 +859,6 @@ def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch:
 
 
 @pytest.mark.slow
-@needs_transformers
 @pytest.mark.parametrize("merge", [False, True])
 def test_bench_finds_the_layer_that_is_wrong(merge: bool, tiny_llama: TinyLlama) -> None:
     model = copy.deepcopy(tiny_llama.model).half()
@@ -936,12 +894,8 @@ def test_patterns_found_in_a_mask() -> None:
         macko.prune_(layer, pattern=pattern)
         return layer.weight
 
-    assert pattern_names(matching_patterns(holds("2:4"), PATTERNS)) == ["2:4"]
-    assert pattern_names(matching_patterns(holds("6:8"), PATTERNS)) == ["6:8"]
-    assert pattern_names(matching_patterns(holds("4:6"), PATTERNS)) == ["4:6"]
-    assert pattern_names(matching_patterns(holds("1:4"), PATTERNS)) == ["1:4"]
-    assert pattern_names(matching_patterns(holds("10:12"), PATTERNS)) == ["10:12"]
-    assert pattern_names(matching_patterns(holds("14:16"), PATTERNS)) == ["14:16"]
+    for pattern in ("2:4", "6:8", "4:6", "1:4", "10:12", "14:16"):
+        assert pattern_names(matching_patterns(holds(pattern), PATTERNS)) == [pattern]
     assert pattern_names(matching_patterns(torch.ones(4, 240), PATTERNS)) == []
     assert pattern_names(matching_patterns(torch.zeros(4, 7), PATTERNS)) == []
 
@@ -1048,7 +1002,6 @@ def test_a_quantization_config_that_is_no_object_is_refused(
     assert "expected a JSON object" in capsys.readouterr().err
 
 
-@needs_transformers
 @pytest.mark.parametrize("two_four", [False, True])
 @pytest.mark.slow
 def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, capsys: Any) -> None:
@@ -1088,7 +1041,6 @@ def test_convert_an_old_checkpoint(dense: Path, tmp_path: Path, two_four: bool, 
         )
 
 
-@needs_transformers
 @pytest.mark.parametrize("shards", [1, 2])
 def test_every_tensor_under_a_mask_as_before_release_0_9(
     shards: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -1161,7 +1113,6 @@ def quantised_folder(folder: Path, kind: str) -> dict[str, tuple[Tensor, Tensor]
     return found
 
 
-@needs_transformers
 @pytest.mark.parametrize("kind", ["float", "int", "packed"])
 def test_8_bits_of_compressed_tensors_keep_codes_and_scales(kind: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -1179,7 +1130,6 @@ def test_8_bits_of_compressed_tensors_keep_codes_and_scales(kind: str, tmp_path:
     assert main(["inspect", str(tmp_path / "out")]) == 0
 
 
-@needs_transformers
 def test_other_bits_of_compressed_tensors_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantised_folder(tmp_path / "in", "int")
     arguments = ["convert", str(tmp_path / "in"), str(tmp_path / "out")]
@@ -1205,7 +1155,6 @@ def test_other_bits_of_compressed_tensors_are_refused(tmp_path: Path, capsys: py
     assert not (tmp_path / "out").exists()
 
 
-@needs_transformers
 def test_8_bits_in_one_file_of_an_index_can_be_loaded(tmp_path: Path) -> None:
     """Whatever the only file is called, and whatever else lies beside it."""
     from transformers import AutoModelForCausalLM
@@ -1221,7 +1170,6 @@ def test_8_bits_in_one_file_of_an_index_can_be_loaded(tmp_path: Path) -> None:
     assert sum(isinstance(module, macko.SparseLinear) for module in model.modules()) == 7
 
 
-@needs_transformers
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
@@ -1254,7 +1202,6 @@ def test_a_mask_without_values_is_told_in_one_line(tmp_path: Path, capsys: pytes
 
 
 def test_8_bits_of_which_there_are_none_are_not_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
     (tmp_path / "in").mkdir()
     save_file({"up.weight": torch.ones(2, 2)}, tmp_path / "in" / "model.safetensors")
     (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": compressed_config("int")}))
@@ -1262,7 +1209,6 @@ def test_8_bits_of_which_there_are_none_are_not_packed(tmp_path: Path, capsys: p
     assert "has no layer of 8 bits" in capsys.readouterr().err
 
 
-@needs_transformers
 @pytest.mark.parametrize(
     ("commands", "lie", "message"),
     [
@@ -1284,7 +1230,6 @@ def test_a_config_that_transformers_trips_over_is_told_in_one_line(
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "in"}
 
 
-@needs_transformers
 @pytest.mark.slow
 def test_bench_of_a_dense_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -1303,7 +1248,6 @@ def test_bench_of_a_dense_model(
     assert "or bfloat16, whose mantissa has 7 bits, lacks" in capsys.readouterr().err
 
 
-@needs_transformers
 @pytest.mark.slow
 def test_bench_of_a_mixture(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "seconds", no_times)
@@ -1314,7 +1258,6 @@ def test_bench_of_a_mixture(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "dense12, outputs of each layer equal to dense but for rounding: yes" in printed
 
 
-@needs_transformers
 def test_back_to_dense_there_is_nothing_to_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for option in (["--format", "dense12"], ["--values", "fp8"]):
         assert main(["convert", "in", str(tmp_path / "out"), "--to", "dense", *option]) == 1

@@ -358,7 +358,7 @@ def test_what_has_nothing_to_pack_is_named() -> None:
 
 
 def test_sizes_are_those_of_packed_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    from examples import diffusion
+    from benchmarks import diffusion
 
     dense = make("flux")
     monkeypatch.setattr(diffusion, "DENSE12_WEIGHTS", 256 * 256)

@@ -161,8 +161,8 @@ def ints(*values: int) -> torch.Tensor:
         ({"values": halves(1, 0, 3, 0, 4, 0, 0, 0)}, r"row 0, entry 1: a zero .* its delta is 1"),
         ({"values": halves(1, 2, 3, -0.0, 4, 0, 0, 0)}, "row 2, entry 3: a zero"),
         ({"values": halves(1, 2, 3, 0, 0, 0, 0, 0)}, "row 2, entry 4: a zero"),
-        ({"values": halves(1, 2, 3, 0, 4, 0, 5, 0)}, "entry 6, behind the last one"),
-        ({"deltas": octets(0x10, 0xF0, 0x04, 1)}, "entry 6, behind the last one"),
+        ({"values": halves(1, 2, 3, 0, 4, 0, 5, 0)}, "entry 6, after the last one"),
+        ({"deltas": octets(0x10, 0xF0, 0x04, 1)}, "entry 6, after the last one"),
         ({"deltas": octets(0x10, 0xF0, 0x04)}, "deltas has 3 bytes, expected 4"),
         ({"deltas": torch.zeros(4, dtype=torch.int8)}, "deltas has dtype int8"),
         ({"deltas": octets(0, 0, 0, 0).view(torch.float4_e2m1fn_x2)}, "deltas has dtype float4_e2m1fn_x2, which"),
@@ -334,7 +334,7 @@ def test_auto_takes_no_layout_that_is_mostly_padding(tokens: int | None) -> None
 def test_ops_are_few() -> None:
     """A new layout is a row of a table, no new op; and an op takes a packed weight as two arguments."""
     schemas = [getattr(torch.ops.macko, name).default._schema for name in _library.op_names]
-    assert len(schemas) <= 16
+    assert len(schemas) <= 17
     assert sum(len(schema.arguments) for schema in schemas) <= 90
     for schema in schemas:
         names = [argument.name for argument in schema.arguments]

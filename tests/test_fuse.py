@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product as product_of
 from typing import Any, ClassVar
 
 import pytest
@@ -26,7 +27,7 @@ EPS = 1e-5
 
 
 class Watched(Fuse):
-    """With the names of macko's ops and of sums in the graphs behind it, since an object was made."""
+    """With the names of macko's ops and of sums in the graphs after it, since an object was made."""
 
     seen: ClassVar[list[str]] = []  # options are copied
 
@@ -106,7 +107,7 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None, layout: str = "sel
 
 
 def compiled(model: Any, *inputs: Tensor) -> tuple[Tensor, list[str]]:
-    """What the graph that Inductor would compile gives behind the pass, and the names of its ops of macko and sums."""
+    """What the graph that Inductor would compile gives after the pass, and the names of its ops of macko and sums."""
     watched = Watched()
 
     def run(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -153,9 +154,10 @@ class Block(nn.Module):
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("merged", [True, False])
-@pytest.mark.parametrize("tokens", [1, 2, 64])
-@pytest.mark.parametrize("layout", ["sell", "tile", "dense12", "sparse11"])
+@pytest.mark.parametrize(
+    ("layout", "tokens", "merged"),
+    [*product_of(("sell", "tile"), (1, 2, 64), (True, False)), ("dense12", 2, True), ("sparse11", 1, False)],
+)
 def test_a_block(layout: str, tokens: int, merged: bool) -> None:
     """One norm for all who use it, with the sum in front of it; of one token sums are biases. To the bits of modules,
     but for these."""

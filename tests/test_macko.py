@@ -22,6 +22,7 @@ from tests.common import (
     device_dtypes,
     devices,
     integer_problem,
+    random_bits,
     random_vector,
     random_weight,
     torch_threads,
@@ -46,7 +47,7 @@ def assert_packs(w: Tensor, bits: int = 4, device: str = "cpu") -> Packed:
 
 
 def chain(w: Tensor, bits: int, device: str) -> int | None:
-    """Roundings behind a product: what macko.h promises for the CPU, any order of summation on CUDA."""
+    """Roundings after a product: what macko.h promises for the CPU, any order of summation on CUDA."""
     if device != "cpu":
         return None
     longest = int(reference.pack(w, bits)[2].diff().max()) if w.shape[0] else 0
@@ -204,12 +205,7 @@ def test_any_matrix_packs_to_the_references_bytes(
     rows: int, cols: int, density: float, dtype: torch.dtype, bits: int, seed: int, path: str
 ) -> None:
     with _library.plan(f"cpu={path}"):
-        generator = torch.Generator().manual_seed(seed)
-        integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-        limit = torch.iinfo(integer)
-        w = torch.randint(limit.min, limit.max, (rows, cols), dtype=integer, generator=generator).view(dtype)
-        w = torch.where(torch.rand(rows, cols, generator=generator) < density, w, torch.zeros_like(w))
-        assert_packs(w, bits)
+        assert_packs(random_bits(rows, cols, density, dtype, seed), bits)
 
 
 @all_bits
@@ -253,7 +249,7 @@ def test_spmv_within_the_bound(device: str, dtype: torch.dtype, kind: str, bits:
 
 @on_device_dtypes
 def test_an_inf_of_x_reaches_only_rows_that_have_its_column(device: str, dtype: torch.dtype) -> None:
-    """Also where vectors of entries reach into the next row or behind the last column."""
+    """Also where vectors of entries reach into the next row or after the last column."""
     w = torch.ones(70, 70, dtype=dtype).tril()
     x = torch.zeros(70, dtype=dtype)
     x[50] = float("inf")
@@ -333,7 +329,7 @@ def test_corrupted_content_is_refused(cpu_path: str, threads: int) -> None:
 
 @all_bits
 def test_one_column_less_than_there_are_entries_for(cpu_path: str, bits: int) -> None:
-    """Past the end by a single column, in vectors of any fill: x behind its end is not read for it."""
+    """Past the end by a single column, in vectors of any fill: x after its end is not read for it."""
     for dtype in CPU_DTYPES:
         for cols in (1, 8, 15, 16, 17, 31, 32, 33, 47, 48, 64, 65, 96, 300, 4096):
             for density in (0.5, 1.0):

@@ -282,6 +282,44 @@ def test_whole_models_are_moved(ready: bool) -> None:
     assert_says(model, wanted)
 
 
+@needs_accelerate
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_device_map_of_transformers(packed: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    tokens = torch.arange(9)[None]
+    with torch.no_grad():
+        wanted = model(tokens).logits
+    if packed:
+        macko.sparsify_(model, format="dense12", ignore=(), progress=False, merge=False)
+    model.save_pretrained(tmp_path / "a", max_shard_size="300KB")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "disk"}
+    places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    load = transformers.LlamaForCausalLM.from_pretrained
+    asked = {"device_map": places, "offload_folder": str(tmp_path / "b")}
+    with pytest.raises(
+        ValueError, match=r"device_map puts layers on cpu and disk.*MackoConfig\(\.\.\., offload=True\)"
+    ):
+        load(tmp_path / "a", quantization_config=macko.MackoConfig(), **asked)
+    offloading = macko.MackoConfig(**({} if packed else {"format": "dense12", "ignore": []}), offload=True)
+    assert "offload" not in offloading.to_dict()
+    model = load(tmp_path / "a", quantization_config=offloading, **asked)
+    assert {type(layer) for layer in layers_of(model)} == {OffloadableLinear}
+    assert len(layers_of(model)) == 15
+    assert packed_places(model.model.layers[1]) == {"meta"}
+    with torch.no_grad():
+        for _ in range(2):
+            assert_same_bits(model(tokens).logits, wanted)
+    assert packed_places(model.model.layers[1]) == {"meta"}
+    model = load(tmp_path / "a", quantization_config=offloading, device_map="cpu")
+    with torch.no_grad():
+        assert_same_bits(model(tokens).logits, wanted)
+
+
 # ---- diffusers' group offload ----------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")

@@ -45,7 +45,7 @@ def test_a_knob_that_there_is_not_is_an_error_and_changes_nothing(keys: str) -> 
 
 
 def test_a_plan_ends_where_it_ends() -> None:
-    """Also within another one, where the last word counts, and behind an error."""
+    """Also within another one, where the last word counts, and after an error."""
     best, outside = _library._said(""), _library._plan
 
     def within() -> None:

@@ -179,7 +179,7 @@ def faulty() -> list[tuple[str, Planes12Weight]]:
         ("has a code, or stands", changed("values", 0, to=int(w[row, held : held + 1].view(torch.int16)))),
         ("has a code, or stands", changed("low", row, col, to=1)),
         ("has a code, or stands", changed("high", row, col // 2, to=pair | (128 if col % 2 else 8))),
-        ("nibble behind its last column is 3", changed("high", 2, 32, to=int(packed.high[2, 32]) | 48)),
+        ("nibble after its last column is 3", changed("high", 2, 32, to=int(packed.high[2, 32]) | 48)),
         ("low has shape", packed.replace(low=packed.low[:-1])),
         ("high has shape", packed.replace(high=packed.high[:, :-1])),
         ("table has 7 bytes", packed.replace(table=packed.table[:7])),
@@ -208,7 +208,7 @@ def test_a_column_twice_in_a_row_is_named() -> None:
     packed = Planes12Weight.from_dense(w)
     columns = packed.columns.clone()
     columns[columns.tolist().index(4)] = 3
-    with pytest.raises(ValueError, match="is not behind the one before it"):
+    with pytest.raises(ValueError, match="is not after the one before it"):
         packed.replace(columns=columns).validate()
 
 

@@ -121,10 +121,11 @@ def test_wanda_on_a_worked_example() -> None:
     norms = torch.tensor([10.0, 1, 1, 1])
     assert wanda(w, 0.5, None, norms.square()).tolist() == [[1, 0, 0, 4], [4, 3, 0, 0]]
     assert wanda(w, 0.5, (1, 2), norms.square()).tolist() == [[1, 0, 0, 4], [4, 0, 2, 0]]
+    assert wanda(w[:, :2], 0.5, None, torch.tensor([3.0, 1])).tolist() == [[0, -2], [4, 0]]  # by norms, not squares
 
 
 def test_sparsegpt_of_one_row_is_optimal_brain_surgery() -> None:
-    # One weight pruned of one row: the paper's update is the least squares solution over the columns behind it.
+    # One weight pruned of one row: the paper's update is the least squares solution over the columns after it.
     x = random_vector(200, 5, dtype=torch.float32).double()
     w = torch.tensor([[0.01, 1.0, -2.0, 1.5, 3.0]])
     pruned = sparsegpt(w, 0.2, None, (x.t() @ x).float())
@@ -335,7 +336,7 @@ def test_says_what_state_an_interruption_leaves(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(KeyboardInterrupt) as caught, warnings.catch_warnings(record=True) as warned:
         macko.prune_(model, 0.5)
     said = getattr(caught.value, "__notes__", [str(w.message) for w in warned])  # before Python 3.11 a warning
-    assert said == ["prune_ stopped behind 2 of 4 layers: up to 1 they are pruned, the others are as they were"]
+    assert said == ["prune_ stopped after 2 of 4 layers: up to 1 they are pruned, the others are as they were"]
     assert [bool(layer.weight.any()) for layer in model] == [False, False, True, True]
 
 

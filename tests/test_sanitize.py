@@ -36,7 +36,7 @@ UNINITIALISED = """\
 """
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
 #: Takes the arguments of compute-sanitizer, and writes the log that lies beside it. The first two processes with a
-#: file of turns do 3 of 6 problems each, and those behind them find none left.
+#: file of turns do 3 of 6 problems each, and those after them find none left.
 STAND_IN = """\
 #!/bin/sh
 while [ "$1" != --log-file ]; do shift; done

@@ -185,7 +185,7 @@ def test_all_zero_and_empty_rows() -> None:
 
 @pytest.mark.gpu
 def test_padding_never_reads_an_x() -> None:
-    """Padding behind a row's last non-zero must not meet an Inf that the row has a real value for elsewhere."""
+    """Padding after a row's last non-zero must not meet an Inf that the row has a real value for elsewhere."""
     w = torch.zeros(64, 600, dtype=torch.float16)
     w[:, ::3] = 1
     w[::2, 300:] = 0

@@ -308,7 +308,7 @@ class Pair:
         self.packed_anew(new, chosen)
 
     def interrupted(self, format: str, after: int, merge: bool) -> None:
-        """sparsify_ that is stopped at a layer, or behind the last one."""
+        """sparsify_ that is stopped at a layer, or after the last one."""
         count, before = iter(range(after)), contents(self.model)
 
         def stopping(*args: Any) -> Any:
@@ -603,7 +603,7 @@ def counted(module: nn.Module, *args: Any) -> None:
 
 
 def play(*steps: tuple[Any, ...], dtype: torch.dtype = F32) -> Pair:
-    """The steps, each (name of a method of Pair, its arguments), with a check behind each."""
+    """The steps, each (name of a method of Pair, its arguments), with a check after each."""
     pair = Pair(dtype)
     with warnings.catch_warnings(), contextlib.ExitStack() as undo:
         warnings.simplefilter("ignore", UserWarning)  # of models that stay dense

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import macko
 import macko.ops as ops
+from benchmarks.slide_quality import BLOCK, dense_share, spread
 from macko import SparseLinear
 from macko.choose import slide as choose
 from macko.choose import times
@@ -298,6 +299,23 @@ def test_kernel_of_other_gpus(dtype: torch.dtype, n: int, plan: Plan) -> None:
     plan("copy=bulk")
     if dtype == INT8:
         assert_same_bits(y, ops.slide_linear(x.cuda(), *packed, 1203, n, dtype, bias.cuda()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", ["128x128", "256x128"])
+@pytest.mark.parametrize("n", [0, 4])
+@pytest.mark.parametrize("dtype", [INT8, torch.bfloat16])
+def test_last_wave_of_other_gpus_is_nearly_empty(dtype: torch.dtype, n: int, tile: str, plan: Plan) -> None:
+    """Just more tiles than there are blocks at a time."""
+    plan(f"copy=cp_async,slide_tile={tile}")
+    num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    rows, cols, tokens = 256 * (num_sms // 2 + 2) + 40, 4400 // dtype.itemsize, 200  # a block an SM, or two
+    codes = integers(rows, cols, most=3, seed=5) * random_mask(rows, cols, n)
+    q = integers(tokens, cols, most=3, seed=6) * (torch.rand(cols, generator=torch.Generator().manual_seed(1)) < 0.1)
+    packed = ops.slide_pack(codes.to(dtype).cuda(), n, dtype)[:2]
+    lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype).cuda()
+    y = ops.slide_gemm(lifted, torch.ones(tokens, device="cuda"), *packed, cols, n, torch.bfloat16)
+    assert_same_bits(y, (q.double().cuda() @ codes.double().cuda().t()).to(torch.bfloat16))
 
 
 def test_gpus_without_float8_products_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -779,3 +797,14 @@ def test_measured_table_is_what_the_choice_reads(tmp_path: Path, monkeypatch: py
     assert gain == line["gain"]["64"]
     assert gain is not None
     assert 0.2 < gain < 5
+
+
+def test_rows_that_stay_dense_are_those_of_the_largest_errors() -> None:
+    assert dense_share(torch.tensor([97.0, 1, 1, 1]), 3) == 0.25
+    assert dense_share(torch.tensor([1.0, 1, 1, 1]), 3.5) == 0.25
+    assert dense_share(torch.tensor([1.0, 1, 1, 1]), 0.5) == 1
+    errors = torch.ones(4 * BLOCK)
+    errors[::4] = 97  # a quarter of the rows, in every block
+    found = spread([{"2:4": errors, "6:8": torch.full_like(errors, 1.0)}])
+    assert (found["as_they_are"]["dense_rows"], found["sorted"]["dense_rows"]) == (1, 0.25)
+    assert found["error_6_8_over_2_4"] == pytest.approx(0.04)

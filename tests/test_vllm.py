@@ -291,12 +291,8 @@ def in_planes(source: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(config))
 
 
-#: Not packed Mixtral: macko's files name its block as transformers does, which vLLM does not know.
-MIXTURES = [(name, way) for name in ("qwen", "mixtral") for way in ("dense", "dense12", "packed", "planes")]
-MIXTURES.remove(("mixtral", "packed"))
-
-
-@pytest.mark.parametrize(("name", "way"), MIXTURES)
+@pytest.mark.parametrize("name", ["qwen", "mixtral"])
+@pytest.mark.parametrize("way", ["dense", "dense12", "packed", "planes"])
 def test_experts_are_packed(run: Callable[..., Any], mixtures: Path, name: str, way: str) -> None:
     options: dict[str, Any] = {"quantization": "macko"} if way.startswith("dense") else {}
     if way == "dense12":
@@ -580,7 +576,7 @@ def routed(config: Any, how: str = "alone", rank: int = 0, name: str = "b.0.mlp.
     of_ranks = {key: more.pop(key) for key in ("enable_eplb", "dp_size") if key in more}
     parallel = FusedMoEParallelConfig.make_no_parallel()
     parallel = dataclasses.replace(parallel, **RANKS[how], **here, **of_ranks)
-    own = {key: more.pop(key) for key in ("apply_router_weight_on_input", "swiglu_limit") if key in more}
+    own = {key: more.pop(key) for key in [*more] if key.startswith(("apply_router", "swiglu_limit", "ckpt_"))}
     manager = ExpertMapManager(
         max_num_batched_tokens=64, top_k=2, global_num_experts=EXPERTS, num_redundant_experts=0, num_expert_group=None,
         moe_parallel_config=parallel, placement_strategy="linear", enable_eplb=False,
@@ -763,11 +759,19 @@ def test_experts_whose_sizes_vllm_fills_up_are_not_packed(monkeypatch: pytest.Mo
 
 
 def test_packed_experts_are_found_where_a_model_has_another_name_for_their_block() -> None:
-    """Mixtral: mlp.experts.0.gate_proj in config.json, block_sparse_moe in files and in vLLM, w1 in dense files."""
+    """Mixtral: mlp.experts.0.gate_proj in macko's files, block_sparse_moe in vLLM, and w1 in dense files."""
     weights = expert_weights()
     layers, tensors = packed_tensors(weights, MackoWeight)
     others = {"b.0.q_proj": ABOUT, "b.01.mlp.experts.0.up_proj": ABOUT, "b.0.mlp.shared_experts.up_proj": ABOUT}
-    layer = routed(config_of(layers | others), name="b.0.block_sparse_moe.experts")
+    config = config_of(layers | others)
+    layer = routed(config, name="b.0.block_sparse_moe.experts")
+    in_files = ["b.0.mlp.experts.0.up_proj.values", "b.0.mlp.shared_experts.up_proj.values"]
+    mapper = config.get_cache_scale_mapper()
+    assert mapper.apply_list(in_files) == ["b.0.block_sparse_moe.experts.0.up_proj.values", in_files[1]]
+    assert config_of({}).get_cache_scale_mapper().apply_list(in_files) == in_files
+    other = config_of(layers)
+    routed(other, ckpt_gate_proj_name="w1", ckpt_up_proj_name="w3", ckpt_down_proj_name="w2")
+    assert other.get_cache_scale_mapper().apply_list(in_files) == ["b.0.mlp.experts.0.w3.values", in_files[1]]
     assert set(layer.quant_method.packed) == {key.removeprefix("b.0.mlp.experts.") for key in layers}
     assert list(layer.load_weights(tensors.items()))
     layer.quant_method.process_weights_after_loading(layer)

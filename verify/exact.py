@@ -109,7 +109,7 @@ def packed_bytes(packed: PackedWeight) -> list[bytes]:
 
 
 def through_a_file(packed: PackedWeight, folder: Path) -> PackedWeight:
-    """The weight that a layer has behind save_model and load_model."""
+    """The weight that a layer has after save_model and load_model."""
     path, dense = folder / "model.safetensors", nn.Linear(packed.cols, packed.rows, bias=False, dtype=packed.dtype)
     model = nn.Sequential(SparseLinear.from_packed(packed))
     macko.save_model(model, path)
@@ -150,7 +150,7 @@ def run(w: Tensor, kind: type[PackedWeight], device: torch.device, folder: Path 
         again = through_a_file(packed, folder)
         same(kind, again.to_dense(), w, "a file")
         if packed_bytes(again) != packed_bytes(packed):
-            raise AssertionError("behind a file it has other bytes")
+            raise AssertionError("after a file it has other bytes")
     return packed
 
 

@@ -256,7 +256,7 @@ TYPES = {
 
 
 def file_bytes(choose: random.Random, tensors: Tensors, metadata: dict[str, str], lies: bool) -> bytes:
-    """A safetensors file, whose header lies about what is behind it where that is asked for.
+    """A safetensors file, whose header lies about what is after it where that is asked for.
 
     Else it is as safetensors writes it: wide elements first, behind a header of whole words. So tensors begin where
     their types may, and what looks at content is reached.
@@ -569,7 +569,7 @@ def run_convert(choose: random.Random, folder: Path, made: Callable[[int], None]
         code = command(["convert", str(source), str(target), "--device", "cpu"])
     left = {path.name for path in folder.iterdir()}
     if code:
-        line = said.getvalue().splitlines()[-1]  # behind a bar of transformers'
+        line = said.getvalue().splitlines()[-1]  # after a bar of transformers'
         assert left == {"in"}, f"{left} after {line}"
         assert line.startswith("macko convert: "), line
         assert not re.search("memory|MemoryError", line), line
@@ -721,7 +721,7 @@ def watch(seed: int, cases: int, workers: int, start: int) -> tuple[dict[str, An
 def write_corpus(folder: Path) -> None:
     """The honest weights for verify/fuzz_core.c, which says what the files hold."""
     folder.mkdir(parents=True, exist_ok=True)
-    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11", "dense8", "sparse8", "slide"]
+    kinds = ["macko", "bitmap", "ec", "tile", "dense12", "sparse11", "dense8", "sparse8", "slide", "planes12"]
     for number, weight in enumerate(weight for weight in honest() if weight.format in kinds):
         arrays = [
             bytes(t.reshape(-1).view(torch.uint8).tolist()) if t.numel() else b"" for t in weight.tensors().values()

@@ -22,12 +22,14 @@
 #include "../csrc/codecs/dense12/dense12.h"
 #include "../csrc/codecs/dense8/dense8.h"
 #include "../csrc/macko/macko.h"
+#include "../csrc/planes12/planes12.h"
 #include "../csrc/slide/slide.h"
 #include "../csrc/codecs/sparse11/sparse11.h"
 #include "../csrc/codecs/sparse8/sparse8.h"
 #include "../csrc/codecs/tile/tile.h"
 
-enum { MACKO, BITMAP, EC, TILE, DENSE12, SPARSE11, DENSE8, SPARSE8, SLIDE, KINDS, MAX_ARRAYS = 8, MOST = 1 << 20 };
+enum { MACKO, BITMAP, EC, TILE, DENSE12, SPARSE11, DENSE8, SPARSE8, SLIDE, PLANES12, KINDS };
+enum { MAX_ARRAYS = 8, MOST = 1 << 20 };
 
 /* What a corpus file begins with; the arrays follow in the order of the format's dataclass. */
 typedef struct header {
@@ -537,6 +539,51 @@ static macko_fault try_slide(const input *in) {
     return fault.kind || !in->h.bytes[2] ? fault : try_tiles(in, 2, 0); /* which holds the same weight dense */
 }
 
+static macko_fault try_planes12(const input *in) {
+    const header *h = &in->h;
+    const int64_t rows = h->rows, cols = h->cols, listed = h->bytes[4] / 4;
+    macko_fault fault = {-1, 0, 0, 0};
+    if (rows < 0 || rows > INT32_MAX || cols < 0 || cols > INT32_MAX || h->dtype == MACKO_F32) return fault;
+    if (h->bytes[0] != rows * cols || h->bytes[1] != rows * macko_planes12_high_bytes(cols) || h->bytes[2] != 8 ||
+        h->bytes[3] != (rows + 1) * 4 || h->bytes[4] % 4 || h->bytes[5] != listed * 2)
+        return fault;
+    macko_planes12 m = {.low = in->arrays[0],
+                        .high = in->arrays[1],
+                        .table = in->arrays[2],
+                        .row_ptr = (const int32_t *)in->arrays[3],
+                        .columns = (const int32_t *)in->arrays[4],
+                        .values = (const uint16_t *)in->arrays[5],
+                        .rows = rows,
+                        .cols = cols,
+                        .listed = listed,
+                        .dtype = (macko_dtype)h->dtype};
+    fault = macko_planes12_check_cpu(&m, 0, rows);
+    if (!small(rows, cols)) return fault;
+    uint16_t *w = exactly(rows * cols * 2), *again = exactly(rows * cols * 2);
+    const macko_fault unpacking = macko_planes12_unpack_cpu(&m, 0, rows, w);
+    must(fault.kind || !unpacking.kind, "planes12: check and unpack disagree");
+    if (!fault.kind) { /* whose table is one */
+        int64_t *counts = exactly(rows * 8), next = 0;
+        macko_planes12_count_cpu(&m, w, 0, rows, counts);
+        int32_t *row_ptr = exactly((rows + 1) * 4);
+        for (int64_t row = 0; row < rows; row++) row_ptr[row] = (int32_t)next, next += counts[row];
+        row_ptr[rows] = (int32_t)next;
+        must(next == listed, "planes12: packed anew it lists another number of elements");
+        uint8_t *low = exactly(h->bytes[0]), *high = exactly(h->bytes[1]);
+        int32_t *columns = exactly(next * 4);
+        uint16_t *values = exactly(next * 2);
+        m.row_ptr = row_ptr;
+        macko_planes12_write_cpu(&m, w, 0, rows, low, high, columns, values);
+        m.low = low, m.high = high, m.columns = columns, m.values = values;
+        must(!macko_planes12_check_cpu(&m, 0, rows).kind, "planes12: packed anew, and refused");
+        must(!macko_planes12_unpack_cpu(&m, 0, rows, again).kind && !memcmp(again, w, (size_t)(rows * cols * 2)),
+             "planes12: packed anew it is another weight");
+        free(counts), free(row_ptr), free(low), free(high), free(columns), free(values);
+    }
+    free(w), free(again);
+    return fault;
+}
+
 /* Of any bytes: whether they are an input. Then each array is an allocation of just its size. */
 static int parse(const uint8_t *data, size_t size, input *in) {
     header *h = &in->h;
@@ -577,7 +624,8 @@ size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsi
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static macko_fault (*const tries[KINDS])(const input *) = {
-        try_macko, try_bitmap, try_ec, try_tile, try_dense12, try_sparse11, try_dense8, try_sparse8, try_slide};
+        try_macko,    try_bitmap, try_ec,      try_tile,  try_dense12,
+        try_sparse11, try_dense8, try_sparse8, try_slide, try_planes12};
     static const char *const paths[] = {"cpu=scalar", "cpu=avx2", "cpu=avx512"};
     input in;
     if (!parse(data, size, &in)) return 0;
@@ -593,8 +641,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
 #ifndef LIBFUZZER
 int main(int count, char **arguments) {
     enum { MAX_INPUTS = 4096, ROOM = 1 << 12 }; /* a case may be longer by so many bytes */
-    static const char *const names[KINDS] = {"macko",    "bitmap", "ec",      "tile", "dense12",
-                                             "sparse11", "dense8", "sparse8", "slide"};
+    static const char *const names[KINDS] = {"macko",    "bitmap", "ec",      "tile",  "dense12",
+                                             "sparse11", "dense8", "sparse8", "slide", "planes12"};
     static uint8_t *corpus[MAX_INPUTS];
     static size_t sizes[MAX_INPUTS];
     must(count >= 3, "usage: fuzz_core CORPUS_FOLDER SECONDS [SEED]");

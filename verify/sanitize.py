@@ -8,7 +8,7 @@ every layout, width, kernel of older GPUs, packing, unpacking, norm and gate; fi
 and racecheck follow torch's kernels, too, and take seconds a product: theirs are one size for float16, which fills no
 tile, and a wide one for bfloat16, with a bias only. The tools run at once, each in its part of --jobs
 processes, which take turns at its problems and begin none after --minutes. Where one dies or hangs, its case and the
-first lines of its log are shown, and another process goes on behind it. A line of tool, commit, seconds and errors is
+first lines of its log are shown, and another process goes on after it. A line of tool, commit, seconds and errors is
 appended to --out. Exit status 1: an error of a kernel of macko's that is not in KNOWN, or one that was not printed, a
 wrong product, a process that did not end well, or a problem for which there was no time.
 """
@@ -105,7 +105,7 @@ def is_ours(report: str) -> bool:
 
 def by_owner(found: Sequence[str]) -> tuple[list[str], list[str]]:
     """A log's reports: of macko's kernels, or of none; and of others. That records of a kernel were dropped is said
-    behind those that were kept, so it is that kernel's; and at the end for all."""
+    after those that were kept, so it is that kernel's; and at the end for all."""
     ours: list[str] = []
     others: list[str] = []
     dropped = False  # of ours
@@ -274,7 +274,7 @@ class Run:
 
 
 def wait_for(runs: Sequence[Run], jobs: int, until: float) -> None:
-    """What dies or hangs costs one problem: another process goes on with those behind it. And where a tool has ended,
+    """What dies or hangs costs one problem: another process goes on with those after it. And where a tool has ended,
     the slower ones get its processes."""
     while True:
         is_late = time.monotonic() > until

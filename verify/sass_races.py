@@ -44,24 +44,24 @@ class Known(NamedTuple):
 KNOWN = (
     Known("multiply_8<", "release_stage(", "sell: x lies beside the stages and is not written again"),
     Known("delta = __funnelshift_r(", "cluster.sync()", "ec: stages are a warp's own, the blocks meet for their sums"),
-    Known("reader.template load_next<STEP, TILE>(", "release(previous)", "few: of the stage behind the released one"),
-    Known("reader.template prepare<", "release(previous)", "few: of the stage behind the released one"),
-    Known("sm90::ldmatrix_x4(", "release(previous)", "few: of the stage behind the released one"),
-    Known("reader.template prepare<", "memory.may_send", "few: behind the last stage it is prepared for nothing"),
-    Known("read_32(next, at + 4)", "", "sparse11 reads on behind a list's end, which nobody uses"),
+    Known("reader.template load_next<STEP, TILE>(", "release(previous)", "few: of the stage after the released one"),
+    Known("reader.template prepare<", "release(previous)", "few: of the stage after the released one"),
+    Known("sm90::ldmatrix_x4(", "release(previous)", "few: of the stage after the released one"),
+    Known("reader.template prepare<", "memory.may_send", "few: after the last stage it is prepared for nothing"),
+    Known("read_32(next, at + 4)", "", "sparse11 reads on after a list's end, which nobody uses"),
     # In nine kernels of dense12 and sparse11 loads have the line of what stands before them, which loads nothing. They
-    # are of the slab behind the released one: nothing reads their registers before the arrival (SASS of nvcc 13.0).
-    Known("high1 = byte_permute(table[0]", "release_slab(stage)", "many: of the slab behind the released one"),
-    Known("if (STEP == 2) release(last_stage)", "release_slab(stage)", "many: of the slab behind the released one"),
+    # are of the slab after the released one: nothing reads their registers before the arrival (SASS of nvcc 13.0).
+    Known("high1 = byte_permute(table[0]", "release_slab(stage)", "many: of the slab after the released one"),
+    Known("if (STEP == 2) release(last_stage)", "release_slab(stage)", "many: of the slab after the released one"),
     Known("reader.", "X_EMPTY + stage * 8", "many: they are of slabs, what is released are tokens"),
     Known("multiply_tile(", "release(last_stage)", "many: the stage had tokens, which tensor cores alone read"),
-    Known("reader.template prepare<STEP>(", "release_slab(stage)", "many: of the slab behind the released one"),
+    Known("reader.template prepare<STEP>(", "release_slab(stage)", "many: of the slab after the released one"),
     Known("reader.", "named_barrier_arrive(", "many: a warpgroup waits for the other, or a store for sums"),
     Known("reader.", "barrier_arrive_expect_tx(exchanged", "many: that announces bytes for a stage of tokens"),
 )
 ARRIVALS = ("SYNCS.ARRIVE", "BAR.ARV", "UCGABAR_ARV")
 LOADS = ("LDS", "LDSM")
-#: What comes before them in memory's order has ended for what comes behind them.
+#: What comes before them in memory's order has ended for what comes after them.
 FENCES = ("FENCE.VIEW.ASYNC", "MEMBAR")
 NO_SCOREBOARD = 7
 
@@ -104,7 +104,7 @@ def control(code: bytes, address: int) -> tuple[int, int]:
 
 
 def parse(sass: str, codes: Mapping[str, bytes]) -> dict[str, tuple[list[Instruction], dict[str, int]]]:
-    """By kernel: instructions that can be executed, and the address behind each label."""
+    """By kernel: instructions that can be executed, and the address after each label."""
     found: dict[str, tuple[list[Instruction], dict[str, int]]] = {}
     name, lines, fresh, pending = "", [], True, []  # type: str, list[tuple[str, int]], bool, list[str]
     for line in sass.splitlines():
@@ -150,7 +150,7 @@ class State(NamedTuple):
 
 
 def after(instruction: Instruction, index: int, before: State, target: Sequence[int]) -> State:
-    """The state behind an instruction; target: indices of the label that it names."""
+    """The state after an instruction; target: indices of the label that it names."""
     waits, joins = instruction.waits, before.joins
     if depbar := re.match(r"DEPBAR\.LE SB(\d), 0x0", instruction.text):
         waits |= 1 << int(depbar[1])

@@ -129,7 +129,7 @@ class Counts:
 
 
 def surrounded(t: Tensor) -> Tensor:
-    """The same values in memory of which the bytes before and behind are NaN, or -1, and are not t's."""
+    """The same values in memory of which the bytes before and after are NaN, or -1, and are not t's."""
     count, around = t.numel() * t.element_size(), 4096
     buffer = torch.full((count + 2 * around,), 255, dtype=torch.uint8, device=t.device)
     inner = buffer[around : around + count]

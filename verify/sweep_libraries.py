@@ -136,7 +136,7 @@ def bert(folder: Path, kind: str = "BertModel", **more: Any) -> str:
 @pytest.mark.parametrize("dense", [0, 1, 2])
 @pytest.mark.parametrize("safe", [True, False])
 def test_sentence_transformer(dense: int, safe: bool, tmp_path: Path) -> None:
-    """The encoder alone, and with one or two Dense modules behind it."""
+    """The encoder alone, and with one or two Dense modules after it."""
     library = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
     parts = importlib.import_module("sentence_transformers.models")
     modules = [parts.Transformer(bert(tmp_path)), parts.Pooling(64), *(parts.Dense(64, 64) for _ in range(dense))]

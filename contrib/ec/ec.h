@@ -21,14 +21,11 @@
  * Ours besides: delta_bits 3 to 8, fewer lanes a row (one part, no short one), and columns in the order of `col_order`
  * (densest first), cut into slabs, a set a slab, each with its own delta_bits.
  */
-#ifndef MACKO_EC_H
-#define MACKO_EC_H
+#pragma once
 
 #include "../../csrc/core/types.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 enum {
     MACKO_EC_WARP = 32,
@@ -168,14 +165,7 @@ void macko_ec_spmv_cpu(const macko_ec_matrix *m, const float *x, const void *bia
 /* x [cols] of dtype as macko_ec_spmv_cpu wants it. */
 void macko_ec_order_x_cpu(const macko_ec_matrix *m, const void *x, float *ordered);
 
-#ifdef __CUDACC__
-#define MACKO_EC_CUDA
-#elif defined(USE_CUDA)
-#define MACKO_EC_CUDA
-#endif
-#ifdef MACKO_EC_CUDA
-#include <cuda_runtime_api.h>
-
+#ifdef MACKO_HAVE_CUDA
 /* CUDA: the same, over all tiles; the bytes are those of the CPU. Nothing waits or allocates; fp16 and bf16. */
 cudaError_t macko_ec_column_counts_cuda(const void *w, int64_t rows, int64_t cols, int32_t *counts,
                                         cudaStream_t stream);
@@ -194,8 +184,4 @@ cudaError_t macko_ec_spmv_cuda(const macko_ec_matrix *m, const void *x, const vo
                                cudaStream_t stream);
 #endif
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

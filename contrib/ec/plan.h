@@ -2,8 +2,7 @@
  * What the packers of CPU and CUDA must do alike, bit by bit, so that their bytes are identical: bit sets of rows, the
  * choice of a pair's common columns, the filling of lanes, the order of blocks. Included by pack_cpu.c and pack_cuda.cu.
  */
-#ifndef MACKO_EC_PLAN_H
-#define MACKO_EC_PLAN_H
+#pragma once
 
 #include "ec.h"
 
@@ -258,5 +257,3 @@ MACKO_EC_FN int macko_ec_log2_up(uint32_t n) {
 MACKO_EC_FN int macko_ec_height_set(int32_t height) {
     return height == 16 ? 0 : height == 8 ? 1 : height == 4 ? 2 : 3;
 }
-
-#endif

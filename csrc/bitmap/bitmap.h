@@ -6,14 +6,11 @@
  * density d takes d + 1/16 of its dense size. At 50 % sparse that is 10 % less than 4-bit deltas, and a vector of
  * columns is one expansion by a mask register and a contiguous piece of x.
  */
-#ifndef MACKO_BITMAP_H
-#define MACKO_BITMAP_H
+#pragma once
 
 #include "../macko/macko.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 enum {
     MACKO_BITMAP_WORD = 64,    /* columns a word: a row has a whole number of words, of 8 bytes each */
@@ -92,8 +89,4 @@ int64_t macko_bitmap_turned_bytes(const macko_bitmap *m, int64_t tokens);
 void macko_bitmap_turn_cpu(const macko_bitmap *m, const void *x, int64_t tokens, int64_t begin, int64_t end,
                            void *turned);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

@@ -1,6 +1,5 @@
 /* What the bitmap layout's CPU functions know of a row. */
-#ifndef MACKO_BITMAP_ROWS_CPU_H
-#define MACKO_BITMAP_ROWS_CPU_H
+#pragma once
 
 #include <string.h>
 
@@ -22,5 +21,3 @@ static inline int macko_bitmap_row_is_safe(const macko_bitmap *m, int64_t row) {
     if (start + words * MACKO_BITMAP_WORD + MACKO_BITMAP_PAD > m->capacity) return 0;
     return !used || !(macko_bitmap_word(m->bits, row * words + words - 1) >> used);
 }
-
-#endif

@@ -2,14 +2,13 @@
  * The knobs: what can be said from outside about how kernels run, the keys of MACKO_PLAN. Python reads the environment
  * once and calls macko_knobs_set (macko/_library.py). Each of the two libraries has its own copy.
  */
-#ifndef MACKO_CORE_KNOBS_H
-#define MACKO_CORE_KNOBS_H
+#pragma once
 
 #include <stdbool.h>
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "types.h"
+
+MACKO_C_BEGIN
 
 /*
  * Key, how many whole numbers its value has, with x between them, and what it may be; 0 numbers: one of these words, which
@@ -62,8 +61,4 @@ static inline bool macko_has_wgmma(int major) {
  * the text: then nothing has changed. Not while a kernel of another thread is launched. */
 const char *macko_knobs_set(const char *text);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

@@ -1,11 +1,21 @@
 /* What every format shares: element types and the layout-free notion of a fault in packed data. */
-#ifndef MACKO_CORE_TYPES_H
-#define MACKO_CORE_TYPES_H
+#pragma once
 
 #include <stdint.h>
 
+/* Functions that C and C++ call stand between the two. */
 #ifdef __cplusplus
-extern "C" {
+#define MACKO_C_BEGIN extern "C" {
+#define MACKO_C_END }
+#else
+#define MACKO_C_BEGIN
+#define MACKO_C_END
+#endif
+
+/* Functions of the CUDA library are declared where it is compiled. */
+#if defined(__CUDACC__) || defined(USE_CUDA)
+#define MACKO_HAVE_CUDA
+#include <cuda_runtime_api.h>
 #endif
 
 /* Element type of the stored values, of x and of y. Sums are always kept in fp32. */
@@ -22,9 +32,3 @@ typedef struct macko_fault {
     int64_t entry; /* index into the stored entries, -1 where none is meant */
     int64_t found; /* the offending number */
 } macko_fault;
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif

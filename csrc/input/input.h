@@ -3,16 +3,13 @@
  * weights come meanwhile. The next launch on the stream may fetch what the launch before this one wrote only after its own
  * pdl_wait: every product of macko reads nothing but weights before that.
  */
-#ifndef MACKO_INPUT_H
-#define MACKO_INPUT_H
+#pragma once
 
 #include <cuda_runtime_api.h>
 
 #include "../core/types.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 /* y [tokens, cols] = silu(gate) * up; both the silu and the product are rounded, as modules do it. Rows of gate and up lie
  * gate_stride and up_stride elements apart: they may be halves of one merged product. cols and strides are multiples of 8; all
@@ -26,8 +23,4 @@ cudaError_t macko_gate_cuda(macko_dtype dtype, int64_t tokens, int64_t cols, con
 cudaError_t macko_rms_norm_cuda(macko_dtype dtype, int64_t tokens, int64_t cols, const void *x, const void *other,
                                 const void *weight, float eps, void *y, void *sum, cudaStream_t stream);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int GATE_THREADS = 128;
 constexpr int NORM_THREADS = 512; // of a token: 4096 columns in one pass
-constexpr int HELD = 4;           // vectors of 8 columns that a thread holds from one pass to the next: 16384 columns
+constexpr int KEPT = 4;           // vectors of 8 columns that a thread holds from one pass to the next: 16384 columns
 
 // The next kernel may start, and then this one waits for the one before: input.h says why that is right.
 __device__ __forceinline__ void start() {
@@ -56,25 +56,25 @@ __global__ void __launch_bounds__(NORM_THREADS)
     __shared__ float partial[NORM_THREADS / WARP];
     const int vectors = cols / 8;
     const int64_t first = int64_t(blockIdx.x) * vectors;
-    row_walk<T, HELD> row{(const uint4 *)x + first, vectors, NORM_THREADS};
-    uint4 held_weight[HELD];
+    row_walk<T, KEPT> row{(const uint4 *)x + first, vectors, NORM_THREADS};
+    uint4 kept_weight[KEPT];
 #pragma unroll
-    for (int k = 0; k < HELD; k++) // not what the previous kernel wrote
+    for (int k = 0; k < KEPT; k++) // not what the previous kernel wrote
         if (const int i = threadIdx.x + k * NORM_THREADS; i < vectors)
-            held_weight[k] = __ldg((const uint4 *)weight + i);
+            kept_weight[k] = __ldg((const uint4 *)weight + i);
     start();
 #pragma unroll
-    for (int k = 0; k < HELD; k++)
-        if (const int i = threadIdx.x + k * NORM_THREADS; i < vectors) row.held[k] = load_vector(row.from + i);
+    for (int k = 0; k < KEPT; k++)
+        if (const int i = threadIdx.x + k * NORM_THREADS; i < vectors) row.kept[k] = load_vector(row.from + i);
     if (other) {
         const uint4 *others = (const uint4 *)other + first;
         uint4 *to = (uint4 *)sum + first;
 #pragma unroll
-        for (int k = 0; k < HELD; k++)
+        for (int k = 0; k < KEPT; k++)
             if (const int i = threadIdx.x + k * NORM_THREADS; i < vectors)
-                to[i] = row.held[k] = added<T>(row.held[k], load_vector(others + i));
+                to[i] = row.kept[k] = added<T>(row.kept[k], load_vector(others + i));
 #pragma unroll 1
-        for (int i = threadIdx.x + HELD * NORM_THREADS; i < vectors; i += NORM_THREADS)
+        for (int i = threadIdx.x + KEPT * NORM_THREADS; i < vectors; i += NORM_THREADS)
             to[i] = added<T>(load_vector(row.from + i), load_vector(others + i));
         row.from = to;
     }
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
     const float scale = rsqrtf(total / cols + eps);
     row.for_each([&](int i, uint4 vector, int k) {
         ((uint4 *)y)[first + i] =
-            normalised<T>(vector, k < HELD ? held_weight[k] : __ldg((const uint4 *)weight + i), scale);
+            normalised<T>(vector, k < KEPT ? kept_weight[k] : __ldg((const uint4 *)weight + i), scale);
     });
 }
 

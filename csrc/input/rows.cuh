@@ -19,34 +19,34 @@ __device__ __forceinline__ float sum_of_squares(uint4 vector, float sum) {
     return sum;
 }
 
-// The vectors of a token's row that a thread has, every threads-th; the first HELD stay in registers from one pass to the
+// The vectors of a token's row that a thread has, every threads-th; the first KEPT stay in registers from one pass to the
 // next, where the kernel has loaded them.
-template <typename T, int HELD>
+template <typename T, int KEPT>
 struct row_walk {
     const uint4 *from;
     int vectors, threads;
-    uint4 held[HELD] = {};
+    uint4 kept[KEPT] = {};
 
     // The sum of squares of the warp's vectors, in every lane.
     __device__ __forceinline__ float squares() const {
         float sum = 0;
 #pragma unroll
-        for (int k = 0; k < HELD; k++) sum = sum_of_squares<T>(held[k], sum);
+        for (int k = 0; k < KEPT; k++) sum = sum_of_squares<T>(kept[k], sum);
 #pragma unroll 1
-        for (int i = threadIdx.x + HELD * threads; i < vectors; i += threads)
+        for (int i = threadIdx.x + KEPT * threads; i < vectors; i += threads)
             sum = sum_of_squares<T>(load_vector(from + i), sum);
         for (int distance = WARP / 2; distance; distance >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
         return sum;
     }
 
-    // body(i, vector, k); k is HELD of those that are not held.
+    // body(i, vector, k); k is KEPT of those that are not kept.
     template <typename Body>
     __device__ __forceinline__ void for_each(const Body &body) const {
 #pragma unroll
-        for (int k = 0; k < HELD; k++)
-            if (const int i = threadIdx.x + k * threads; i < vectors) body(i, held[k], k);
+        for (int k = 0; k < KEPT; k++)
+            if (const int i = threadIdx.x + k * threads; i < vectors) body(i, kept[k], k);
 #pragma unroll 1
-        for (int i = threadIdx.x + HELD * threads; i < vectors; i += threads) body(i, load_vector(from + i), HELD);
+        for (int i = threadIdx.x + KEPT * threads; i < vectors; i += threads) body(i, load_vector(from + i), KEPT);
     }
 };
 

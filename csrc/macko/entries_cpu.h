@@ -1,6 +1,5 @@
 /* How the CPU code walks over packed entries: deltas to columns, sixteen at a time, and the check of row_ptr. */
-#ifndef MACKO_ENTRIES_CPU_H
-#define MACKO_ENTRIES_CPU_H
+#pragma once
 
 #include "../core/cpu.h"
 #include "macko.h"
@@ -89,5 +88,3 @@ static inline int64_t macko_offset(const macko_offsets *offsets, int delta_bits,
     const int field = delta_bits == 8 ? 16 : 8;
     return (k & 1 ? offsets->odd : offsets->even) >> (field * (k >> 1)) & ((1 << field) - 1);
 }
-
-#endif

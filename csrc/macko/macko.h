@@ -11,14 +11,11 @@
  * (1 + delta_bits / 16) d (1 + z / (1 - z)). 4 bits are the smallest from about density 0.07 to 0.35, and near it
  * everywhere; they are the default. Source: the MACKO-SpMV paper and its appendix.
  */
-#ifndef MACKO_MACKO_H
-#define MACKO_MACKO_H
+#pragma once
 
 #include "../core/types.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 enum {
     MACKO_CHUNK = 8, /* entries fetched together: 16 B of fp16, delta_bits bytes of deltas */
@@ -74,14 +71,7 @@ macko_fault macko_unpack_cpu(const macko_matrix *m, int64_t begin, int64_t end, 
  */
 macko_fault macko_spmv_cpu(const macko_matrix *m, const void *x, const void *bias, int64_t begin, int64_t end, void *y);
 
-#ifdef __CUDACC__
-#define MACKO_HAVE_CUDA
-#elif defined(USE_CUDA)
-#define MACKO_HAVE_CUDA
-#endif
 #ifdef MACKO_HAVE_CUDA
-#include <cuda_runtime_api.h>
-
 /*
  * CUDA. Everything is enqueued on `stream` of the current device; nothing synchronises or allocates.
  * Every pointer is a device pointer; fp16 and bf16 only. values lies at a multiple of 16 bytes, deltas at one of
@@ -110,8 +100,4 @@ cudaError_t macko_unpack_cuda(const macko_matrix *m, void *w, cudaStream_t strea
 cudaError_t macko_spmv_cuda(const macko_matrix *m, const void *x, const void *bias, void *y, cudaStream_t stream);
 #endif
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

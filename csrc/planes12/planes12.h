@@ -5,22 +5,19 @@
  * without unpacking, and no kernel's layout is in a file.
  *
  *   low      u8 [rows, cols]               the low byte of each element as dense12.h splits it: e[0] and the mantissa
- *   high     u8 [rows, (cols + 1) / 2]     a nibble an element, sign << 3 | code, that of the even column lower; behind an
+ *   high     u8 [rows, (cols + 1) / 2]     a nibble an element, sign << 3 | code, that of the even column lower; after an
  *                                          odd number of columns 0
  *   table    u8 [8]                        code -> e[7:1]: 0, then rising bytes under 128 (float16: 16), then zeros
  *   row_ptr  i32 [rows + 1]                where each row's part of the list begins, and the list's end
  *   columns  i32 [listed]                  of elements that the table lacks, rising within a row
  *   values   16 bits [listed]              those elements; in the planes they are +0.0
  */
-#ifndef MACKO_PLANES12_H
-#define MACKO_PLANES12_H
+#pragma once
 
 #include "../core/types.h"
 #include "../slab/slab.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 typedef struct macko_planes12 {
     const uint8_t *low, *high, *table; /* table [8] */
@@ -53,9 +50,9 @@ enum {
     MACKO_PLANES12_OK = 0,
     MACKO_PLANES12_TABLE,   /* the table is not as above; found: the byte's place */
     MACKO_PLANES12_ROW_PTR, /* row_ptr does not begin with 0, falls, or does not end with the list; found: it */
-    MACKO_PLANES12_COLUMN,  /* a column is not behind the one before it, or outside of the matrix; found: it */
+    MACKO_PLANES12_COLUMN,  /* a column is not after the one before it, or outside of the matrix; found: it */
     MACKO_PLANES12_LISTED,  /* a listed value has a code, or in the planes its element is not +0.0; found: its column */
-    MACKO_PLANES12_PADDING, /* the nibble behind an odd number of columns is not 0; found: it */
+    MACKO_PLANES12_PADDING, /* the nibble after an odd number of columns is not 0; found: it */
 };
 
 /* The dense rows [begin, end) to w [rows, cols]; of faults what would write elsewhere: ROW_PTR and COLUMN. */
@@ -63,7 +60,7 @@ macko_fault macko_planes12_unpack_cpu(const macko_planes12 *m, int64_t begin, in
 /* Rows [begin, end); of all rows the table too. */
 macko_fault macko_planes12_check_cpu(const macko_planes12 *m, int64_t begin, int64_t end);
 
-#ifdef MACKO_SLAB_CUDA
+#ifdef MACKO_HAVE_CUDA
 /*
  * CUDA, all rows, on `stream` of the current device; pointers are device pointers but for the struct. *broken becomes 1, and
  * stays as it is where nothing is wrong: what is, the CPU says.
@@ -72,8 +69,4 @@ cudaError_t macko_planes12_unpack_cuda(const macko_planes12 *m, uint16_t *w, int
 cudaError_t macko_planes12_check_cuda(const macko_planes12 *m, int64_t *broken, cudaStream_t stream);
 #endif
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

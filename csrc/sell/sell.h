@@ -44,8 +44,7 @@
  * Bytes a stored value: (2 + gap_bits / 8) / (1 - (1 - d)^(2^gap_bits)) for density d, and padding: 1-2 % of large
  * matrices, more of small sparse ones.
  */
-#ifndef MACKO_SELL_H
-#define MACKO_SELL_H
+#pragma once
 
 #include "../core/types.h"
 
@@ -55,9 +54,7 @@
 #define MACKO_SELL_FN static inline
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 enum {
     MACKO_SELL_STEP = 16,
@@ -141,14 +138,6 @@ MACKO_SELL_FN int64_t macko_sell_head_slot(int block, int num_blocks, int warps,
 }
 MACKO_SELL_FN int64_t macko_sell_tail_slot(const macko_sell_block *b, int num_blocks, int warps, int head) {
     return macko_sell_head_slot(0, num_blocks, warps, head) + b->slot;
-}
-
-/* Slot in data of a warp's step (= stage) of a block. */
-MACKO_SELL_FN int64_t macko_sell_slot(const macko_sell_block *b, int block, int num_blocks, int warps, int head,
-                                      int stage, int warp) {
-    if (stage < head) return macko_sell_head_slot(block, num_blocks, warps, stage) + warp;
-    return macko_sell_tail_slot(b, num_blocks, warps, head) + macko_sell_slots_before(b, warps, stage) -
-           macko_sell_slots_before(b, warps, head) + warp;
 }
 
 /* First task of a group in bases: of a warp's first group, of a later one (counted from there), of any. */
@@ -245,14 +234,7 @@ typedef struct macko_sell_totals {
     int64_t sums; /* the most partial sums of a block; over MACKO_SELL_MAX_SUMS the cut is not usable */
 } macko_sell_totals;
 
-#ifdef __CUDACC__
-#define MACKO_SELL_HAVE_CUDA
-#elif defined(USE_CUDA)
-#define MACKO_SELL_HAVE_CUDA
-#endif
-#ifdef MACKO_SELL_HAVE_CUDA
-#include <cuda_runtime_api.h>
-
+#ifdef MACKO_HAVE_CUDA
 #include "../macko/macko.h"
 
 /*
@@ -301,8 +283,4 @@ cudaError_t macko_sell_spmm_cuda(const macko_sell_matrix *s, int64_t tokens, con
 cudaError_t macko_sell_device_cuda(macko_sell_device *device);
 #endif
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

@@ -134,8 +134,8 @@ struct sell_results {
     }
     template <int N>
     __device__ __forceinline__ void find_sums(const macko_sell_block &b, const uint32_t &sums, const int &stride) {
-        own_sums = held(sums + 4 * (row_lane * stride * N + own));
-        num_sums = (int)held((b.chunks - row_lane + (1 << log_lanes) - 1) >> log_lanes);
+        own_sums = opaque(sums + 4 * (row_lane * stride * N + own));
+        num_sums = (int)opaque((b.chunks - row_lane + (1 << log_lanes) - 1) >> log_lanes);
     }
     template <int N, typename T>
     __device__ __forceinline__ void store(const macko_sell_matrix &m, const macko_sell_block &b, const int &tokens,
@@ -235,16 +235,16 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     // Partial sums lie chunk by chunk, rows | 1 of them a chunk, N tokens each.
     const int groups = macko_sell_groups(&b), long_groups = macko_sell_long_groups(&b);
     const int rows = max(b.rows, 1), stride = b.rows | 1;
-    const uint32_t x_at = held(shared_address(x_shared)), x_end = held(x_at + 2 * N * cols);
-    const uint32_t sums = held(x_at + x_bytes(cols, N) + consumer_group * sums_bytes(N));
+    const uint32_t x_at = opaque(shared_address(x_shared)), x_end = opaque(x_at + 2 * N * cols);
+    const uint32_t sums = opaque(x_at + x_bytes(cols, N) + consumer_group * sums_bytes(N));
     static_assert(MACKO_SELL_MAX_SUMS + WARP < 1 << 12, "small_quotient");
     const auto sum_address = [&](int group) { // of this lane's sums of a group, 0 where it has none
         const int task = group * WARP + lane, chunk = small_quotient(task, rows), row = task - chunk * rows;
-        return chunk < b.chunks ? held(sums + (chunk * stride + row) * (4 * N)) : 0;
+        return chunk < b.chunks ? opaque(sums + (chunk * stride + row) * (4 * N)) : 0;
     };
     results.find_sums<N>(b, sums, stride);
     const sell_lane_slot slot = lane_slot<GAP_BITS>(stages_at + warp * SLOT, lane);
-    const uint32_t pipeline_end = held(pipeline_bytes), first_barrier = held(full);
+    const uint32_t pipeline_end = opaque(pipeline_bytes), first_barrier = opaque(full);
     uint32_t offset = 0, barrier = first_barrier, phase = 0;
     auto advance = [&] {
         offset += stage_bytes;

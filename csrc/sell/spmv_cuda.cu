@@ -36,12 +36,12 @@ template <typename T>
 __device__ __forceinline__ void stage_normalised(uint4 *x_shared, const T *x, const sell_norm<T> &norm, int cols,
                                                  int threads, float *partial) {
     // Vectors of 8 columns that a thread holds in registers from one pass to the next: 8192 columns by 8 warps.
-    constexpr int HELD = 4;
+    constexpr int KEPT = 4;
     const int vectors = cols / 8;
-    row_walk<T, HELD> row{(const uint4 *)x, vectors, threads};
+    row_walk<T, KEPT> row{(const uint4 *)x, vectors, threads};
 #pragma unroll
-    for (int k = 0; k < HELD; k++)
-        if (threadIdx.x + k * threads < vectors) row.held[k] = load_vector(row.from + threadIdx.x + k * threads);
+    for (int k = 0; k < KEPT; k++)
+        if (threadIdx.x + k * threads < vectors) row.kept[k] = load_vector(row.from + threadIdx.x + k * threads);
 #pragma unroll 1
     for (int i = threadIdx.x; i < vectors; i += threads)
         copy_async<16>(shared_address(x_shared + i), (const uint4 *)norm.weight + i);
@@ -163,7 +163,7 @@ struct sell_position {
     int stages_left; // of the block that this warp has not come to
 
     __device__ __forceinline__ sell_position(const uint32_t &bytes, const uint32_t &full, int stages)
-        : pipeline_bytes(held(bytes)), first_barrier(held(full)), offset(0), barrier(first_barrier), phase(0),
+        : pipeline_bytes(opaque(bytes)), first_barrier(opaque(full)), offset(0), barrier(first_barrier), phase(0),
           stages_left(stages) {
     }
     __device__ __forceinline__ void advance(const int &stage_bytes) {
@@ -218,8 +218,8 @@ struct sell_results {
         out_row = -1;
     }
     __device__ __forceinline__ void find_sums(const macko_sell_block &b, float *sums, const int &stride) {
-        own_sums = held(shared_address(sums + row_lane * stride + first_row));
-        num_sums = (int)held((b.chunks - row_lane + (1 << log_lanes) - 1) >> log_lanes);
+        own_sums = opaque(shared_address(sums + row_lane * stride + first_row));
+        num_sums = (int)opaque((b.chunks - row_lane + (1 << log_lanes) - 1) >> log_lanes);
     }
     // The other block of the SM still decodes, and each load or shuffle queues after its gathers: so loads go out several
     // at once, and shuffles are few.
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__((MACKO_SELL_MAX_WARPS + 1) * WARP, 2)
         static_assert(MACKO_SELL_MAX_SUMS + WARP < 1 << 12, "small_quotient");
         const auto sum_address = [&](int group) {
             const int task = group * WARP + lane, chunk = small_quotient(task, rows), row = task - chunk * rows;
-            return chunk < b.chunks ? held(shared_address(sums + chunk * stride + row)) : 0;
+            return chunk < b.chunks ? opaque(shared_address(sums + chunk * stride + row)) : 0;
         };
 
         const sell_lane_slot slot = lane_slot<GAP_BITS>(stages_at + warp * SLOT, lane);

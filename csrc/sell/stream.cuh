@@ -59,7 +59,8 @@ struct sell_lane_slot {
 template <int GAP_BITS>
 __device__ __forceinline__ sell_lane_slot lane_slot(uint32_t slot, int lane) {
     const uint32_t gaps = slot + VALUE_BYTES;
-    return {held(slot + lane * 16), held(gaps + lane * 4), held(gaps + GAP_BITS / 2 * MACKO_SELL_LANES * 4 + lane * 2)};
+    return {opaque(slot + lane * 16), opaque(gaps + lane * 4),
+            opaque(gaps + GAP_BITS / 2 * MACKO_SELL_LANES * 4 + lane * 2)};
 }
 
 // A lane's share of a slot.
@@ -246,7 +247,7 @@ struct sell_producer {
     }
 };
 
-// macko_sell_slot for many steps of one block. Its pairs of warps have at most three different numbers of steps, found once:
+// The slots of many steps of one block. Its pairs of warps have at most three different numbers of steps, found once:
 // `most` of the first pairs, `middle` of the num_middle after them, `least` of the num_least last ones.
 struct sell_block_slots {
     uint32_t tail_slot; // where stage 0 would be if the tail began with it; slots of a matrix are less than 2^31

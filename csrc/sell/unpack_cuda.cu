@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(THREADS<STEPS>, 1024 / THREADS<STEPS>)
     const bool owns = position < stop;
     const int sorted = s.order[min(position, stop - 1)]; // the row of the layout
     const uint32_t shared_at = shared_address(shared), rings_at = (shared_at + RING_BYTES - 1) & -(uint32_t)RING_BYTES;
-    const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = held(rings_at + own_row * RING_BYTES);
+    const uint32_t stage_at = rings_at + ROWS * RING_BYTES, ring_at = opaque(rings_at + own_row * RING_BYTES);
     for (int i = own_step; i < RING / 8; i += STEPS) store_shared_16(ring_at + i * 16, make_uint4(0, 0, 0, 0));
     const int guess = (int)((float)position / s.rows * s.num_blocks); // if blocks have as many rows as others
     int block = 0;

@@ -34,9 +34,9 @@ struct column_reader {
     // After what the codec has of its own, as registers are given out in that order.
     __device__ __forceinline__ void hold(int tile, int lane) {
         const bool tail = tile >= MACKO_SLAB_TILES / 2, odd = tile % 2;
-        before = held((tail ? 8u : 0) | (odd ? 8u << (tail ? 24 : 16) : 0));
-        own_column = held(lane * 4);
-        select = held(tail ? 0x5551 : 0x5554);
+        before = opaque((tail ? 8u : 0) | (odd ? 8u << (tail ? 24 : 16) : 0));
+        own_column = opaque(lane * 4);
+        select = opaque(tail ? 0x5551 : 0x5554);
     }
     // Where a tile's values begin, in the slice's, which begin at `values`; and its first words.
     template <int TILE>

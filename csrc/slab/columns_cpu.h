@@ -10,8 +10,7 @@
  *   starts       four bytes of a lane in a slice: the byte of the column where the tail begins; 4 * the lane whose column it
  *                is; values of the stream in tile 0; and in tile 2
  */
-#ifndef MACKO_SLAB_COLUMNS_CPU_H
-#define MACKO_SLAB_COLUMNS_CPU_H
+#pragma once
 
 #include "places_cpu.h"
 
@@ -67,5 +66,3 @@ static inline int value_at(const uint8_t starts[4], int lane, int half, int k) {
 static inline int first_in_half(const uint8_t starts[4], int tile) {
     return tile % HALF_TILES ? starts[2 + tile / HALF_TILES] : 0;
 }
-
-#endif

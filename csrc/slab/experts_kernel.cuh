@@ -114,7 +114,7 @@ struct experts_fetch {
         : experts(experts), task(experts.ring), ahead(walk), ring(base), to(base) {
         ring_end = ring + task.stages * task.stage_bytes;
         const uint32_t chunk = threadIdx.x % WARP, token = threadIdx.x / WARP; // a warp copies a token's columns
-        x_to = held(task.x_at + token * SHAPE::X_ROW + ((chunk & ~7u) | ((chunk ^ token) & 7)) * 16);
+        x_to = opaque(task.x_at + token * SHAPE::X_ROW + ((chunk & ~7u) | ((chunk ^ token) & 7)) * 16);
         more = ahead.open();
         look_up();
     }

@@ -105,7 +105,7 @@ Tensor linear_experts(const Packed &p, const Tensor &x_given, int64_t rows, cons
     const macko_experts_problem problem = {.experts = experts,
                                            .row_blocks = padded / MACKO_SLAB_ROWS,
                                            .tokens = tokens,
-                                           .widest = Kind::widest(m),
+                                           .widest = widest_of<Kind>(m),
                                            .sms = device.num_sms,
                                            .shared_bytes = ring_shared_bytes(device)};
     macko_experts_plan plan;

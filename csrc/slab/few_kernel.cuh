@@ -350,7 +350,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     using SHAPE = few_shape<TOKENS, CODEC>;
     constexpr int SUMS = TOKENS / 2, FOURS = SUMS / 4 / SHAPE::PASSES;
     // Is 0; unless held it is asked for at every stage.
-    const uint32_t first_thread = held(threadIdx.x % (SHAPE::BY_WARPS ? WARP : WARPGROUP));
+    const uint32_t first_thread = opaque(threadIdx.x % (SHAPE::BY_WARPS ? WARP : WARPGROUP));
     const int thread = threadIdx.x % 128, lane = thread % WARP, slice = __shfl_sync(FULL_WARP, thread / WARP, 0);
     const few_work work(task, cluster, rank);
     constexpr bool HALVES = SHAPE::HALVES;
@@ -362,19 +362,19 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
     const uint64_t descriptor =
         sm90::smem_descriptor<128>(memory.stages + task.tokens_at + first_tile * task.token_bytes);
     const stage_position begin{memory.full, 0, memory.stages + CODEC::BASE};
-    const uint32_t tokens_offset = held((uint32_t)descriptor - (begin.slab >> 4));
+    const uint32_t tokens_offset = opaque((uint32_t)descriptor - (begin.slab >> 4));
     typename few_reader_of<CODEC, HALVES>::type reader(task.weights, first_tile, slice, lane);
     const uint32_t full_end = memory.full + task.stages * 8;
     // In halves a slab is found by its stage's barrier: one multiplication. And where the second tile's tokens are.
-    const uint32_t ring_bytes = HALVES ? held(task.stages * 8) : 0,
-                   slab_factor = HALVES ? held(task.stage_bytes / 8) : 0,
-                   slab_base = HALVES ? held(begin.slab - begin.full * slab_factor) : 0,
-                   second_tile = HALVES ? held(task.token_bytes >> 4) : 0;
+    const uint32_t ring_bytes = HALVES ? opaque(task.stages * 8) : 0,
+                   slab_factor = HALVES ? opaque(task.stage_bytes / 8) : 0,
+                   slab_base = HALVES ? opaque(begin.slab - begin.full * slab_factor) : 0,
+                   second_tile = HALVES ? opaque(task.token_bytes >> 4) : 0;
     // By warps: of either tile a lane's row of four matrices (32 columns of x), of columns 0 and 32 on.
     uint32_t x_at[2][2] = {};
     for (int i = 0; SHAPE::BY_WARPS && i < 4; i++)
-        x_at[i / 2][i % 2] = held(task.tokens_at - CODEC::BASE + (first_tile + i / 2) * task.token_bytes +
-                                  lane % 8 * 128 + ((lane / 8 + i % 2 * 4) ^ lane % 8) * 16);
+        x_at[i / 2][i % 2] = opaque(task.tokens_at - CODEC::BASE + (first_tile + i / 2) * task.token_bytes +
+                                    lane % 8 * 128 + ((lane / 8 + i % 2 * 4) ^ lane % 8) * 16);
     const auto release = [&](uint32_t full) {
         if (SHAPE::RELEASES == WARPGROUP || first_thread == 0)
             sm90::barrier_arrive(full + (memory.empty - memory.full));
@@ -424,7 +424,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
             ahead.full -= ring_bytes;
             ahead.phase ^= 1;
         }
-        ahead.slab = held(ahead.full * slab_factor + slab_base);
+        ahead.slab = opaque(ahead.full * slab_factor + slab_base);
     };
     for (int round = 0; round < rounds; round++) {
         const bool whole = round<work.whole, second = round> work.whole;
@@ -653,7 +653,7 @@ __global__ void __launch_bounds__(few_shape<TOKENS, CODEC>::THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using SHAPE = few_shape<TOKENS, CODEC>;
     extern __shared__ __align__(1024) uint8_t shared[];
-    const uint32_t base = held(shared_address(shared));
+    const uint32_t base = opaque(shared_address(shared));
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
     int cluster, rank; // through shfl, as warpgroup: so the compiler knows that they are the same in all lanes
     asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster));

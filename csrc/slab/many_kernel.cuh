@@ -527,8 +527,8 @@ __device__ __forceinline__ void epilogue(const many_task<CODEC> &task, uint32_t 
                                          const float (&sums)[SHAPE::SUMS]) {
     using T = typename CODEC::T;
     // Asked for anew: there are no registers to keep them in while products run.
-    const int lane = held(threadIdx.x) % WARP,
-              warp = macko_slab_uniform(held(threadIdx.x) % MACKO_SLAB_WARPGROUP / WARP);
+    const int lane = opaque(threadIdx.x) % WARP,
+              warp = macko_slab_uniform(opaque(threadIdx.x) % MACKO_SLAB_WARPGROUP / WARP);
     const macko_slab_place place = macko_slab_place_of(&task.schedule, tile);
     const int64_t first_row = (int64_t)(first_row_block<SHAPE>(share, place.row_tile) + warpgroup) * MACKO_SLAB_ROWS,
                   row = first_row + warp * 16 + lane / 4;
@@ -717,7 +717,7 @@ template <class CODEC, class SHAPE>
 __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_many_kernel(const __grid_constant__ many_task<CODEC> task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t shared[];
-    const uint32_t smem = held(shared_address(shared));
+    const uint32_t smem = opaque(shared_address(shared));
     const int warpgroup = macko_slab_uniform(threadIdx.x / MACKO_SLAB_WARPGROUP),
               warp = macko_slab_uniform(threadIdx.x / WARP % 4);
     // An SM fetches the task line by line, each when it is first read: here all at once.

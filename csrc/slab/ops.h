@@ -5,8 +5,8 @@
 //     matrix_of         the Matrix over the tensors, once they have passed every check that needs no look at their content
 //     unpack, check     on the CPU: dense rows; what packing cannot have made
 //     write, Element    the bytes of slabs, from dense rows of elements (pack.h, which asks for more)
-//     waits             whether the kernel for few waits for memory with 64 tokens (torch/path.h)
-//     widest            units of its largest slab
+//     slab_units        where all slabs are of one size: its units, by the totals of packing
+//     waits             whether the kernel for few waits for memory with 64 tokens (torch/path.h); none: it never does
 //
 // Unless Matrix has offsets its slabs are all of one size. CUDA: the functions of multiply.h besides.
 #pragma once
@@ -35,6 +35,14 @@ inline macko_dtype check_16_bits(const char *op, const char *name, const Tensor 
 }
 
 #ifdef USE_CUDA
+// Units of the largest slab.
+template <typename Kind>
+int widest_of(const typename Kind::Matrix &m) {
+    if constexpr (requires { m.widest; }) return m.widest;
+    if constexpr (requires { m.slab_units; }) return m.slab_units;
+    if constexpr (!requires { m.offsets; }) return Kind::slab_units({});
+}
+
 template <typename Kind>
 macko_path path_of(const typename Kind::Matrix &m, int64_t tokens, bool several_outputs) {
     device_info device{};
@@ -43,12 +51,14 @@ macko_path path_of(const typename Kind::Matrix &m, int64_t tokens, bool several_
     const macko_ring_problem problem = {.row_blocks = macko_slab_row_blocks(m.rows),
                                         .slabs = macko_slabs_across(m.cols),
                                         .tokens = tokens,
-                                        .widest = Kind::widest(m),
+                                        .widest = widest_of<Kind>(m),
                                         .sms = device.num_sms,
                                         .shared_bytes = ring_shared_bytes(device)};
     macko_ring_shape shape;
+    bool waits = false;
+    if constexpr (requires { Kind::waits; }) waits = Kind::waits(m);
     const bool has_ring = macko_ring_shape_of(&problem, &shape);
-    return macko_slab_path(m.rows, m.cols, macko_few_tokens(m.rows, several_outputs, Kind::waits(m)),
+    return macko_slab_path(m.rows, m.cols, macko_few_tokens(m.rows, several_outputs, waits),
                            has_ring ? macko_ring_tokens_of(device.major) : 0, tokens,
                            {.is_gpu = true,
                             .has_wgmma = macko_has_wgmma(device.major),

@@ -1,6 +1,5 @@
 /* What the codecs have in common on the CPU: where in a matrix elements are, and small helpers. */
-#ifndef MACKO_SLAB_PLACES_CPU_H
-#define MACKO_SLAB_PLACES_CPU_H
+#pragma once
 
 #include <string.h>
 
@@ -86,5 +85,3 @@ static inline void sort_lanes(const int lengths[MACKO_SLAB_LANES], int most, uin
     for (int length = 0; length < most; length++) places[length + 1] += places[length];
     for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) sorted[places[lengths[lane]]++] = (uint8_t)lane;
 }
-
-#endif

@@ -170,7 +170,7 @@ struct ring_fetch {
         look_up();
         prefetch_first();
         const uint32_t chunk = thread % WARP, token = thread / WARP; // a warp copies a token's columns
-        x_to = held(task.x_at + token * SHAPE::X_ROW + ((chunk & ~7u) | ((chunk ^ token) & 7)) * 16);
+        x_to = opaque(task.x_at + token * SHAPE::X_ROW + ((chunk & ~7u) | ((chunk ^ token) & 7)) * 16);
         x_from = (const uint8_t *)(x + (int64_t)token * task.x_stride + chunk * 8);
         asm volatile("" : "+l"(x_from)); // else it is worked out anew at each stage
     }
@@ -284,9 +284,9 @@ struct ring_product {
         : task(task), reader(task.weights, tile, slice, lane) {
         const uint32_t matrix = lane / 8, row = lane % 8;
         const uint32_t token = SHAPE::EIGHTS == 1 ? row : matrix / 2 * 8 + row;
-        x_lane = held(task.x_at + token * SHAPE::X_ROW + tile * (MACKO_SLAB_TILE_COLS * 2) +
-                      (((SHAPE::EIGHTS == 1 ? matrix : matrix % 2) ^ row) & 7) * 16);
-        halves = held(halves_ + token * SHAPE::HALF_ROW + ((matrix % 2 ^ row / 2) & 3) * 16);
+        x_lane = opaque(task.x_at + token * SHAPE::X_ROW + tile * (MACKO_SLAB_TILE_COLS * 2) +
+                        (((SHAPE::EIGHTS == 1 ? matrix : matrix % 2) ^ row) & 7) * 16);
+        halves = opaque(halves_ + token * SHAPE::HALF_ROW + ((matrix % 2 ^ row / 2) & 3) * 16);
     }
     __device__ __forceinline__ void clear() {
 #pragma unroll

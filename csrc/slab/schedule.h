@@ -22,8 +22,7 @@
  * A segment is what a share has of one tile. Both blocks of a cluster work on it: two halves of its half slabs
  * (split-K), or all of them for neighbouring rows.
  */
-#ifndef MACKO_SLAB_SCHEDULE_H
-#define MACKO_SLAB_SCHEDULE_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -190,4 +189,3 @@ MACKO_SLAB_FN int macko_slab_first_row_block(const macko_slab_share *share, int 
     return (share->shape.split_k > 1 ? row_tile : row_tile * MACKO_SLAB_CLUSTER_BLOCKS + share->rank) *
            share->shape.row_blocks;
 }
-#endif

@@ -23,8 +23,7 @@
  *   step     groups 2 b and 2 b + 1, 16 columns: element i of step b of a lane is element i % 4 of group 2 b + i / 4,
  *            half i % 2 of register a(i / 2).
  */
-#ifndef MACKO_SLAB_H
-#define MACKO_SLAB_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -36,9 +35,7 @@
 #define MACKO_SLAB_FN static inline
 #endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 enum {
     MACKO_SLAB_ROWS = 64,
@@ -115,22 +112,46 @@ typedef struct macko_slab_totals {
     int64_t fullest; /* of these in the list of a slab, at most */
 } macko_slab_totals;
 
-#ifdef __CUDACC__
-#define MACKO_SLAB_CUDA
-#elif defined(USE_CUDA)
-#define MACKO_SLAB_CUDA
+/*
+ * The functions of a codec, each in its pack_cpu.c and pack_cuda.cu. Its header declares by the macros below those that it
+ * has. m is a piece of a matrix, of whole row blocks, with the offsets from its first slab on; w are its dense rows
+ * [m->rows, m->cols], or their codes.
+ *
+ *   histogram  of codecs with a table, which the host then makes: counts[h] += values with the high byte h
+ *   count      of codecs whose slabs differ: offsets[i + 1] = units of slab i, where there are offsets; adds to the totals.
+ *              The caller adds the offsets up (macko_slab_scan_cuda) and allocates
+ *   write      all of the slabs; data begins where the offsets count from, of slabs of one size with the first slab of m
+ *   unpack     the dense rows [first, first + count) of m, any, to w [count, cols]; with scales, values times scales
+ *   check      what packing cannot have made, first of all where reading would be unsafe: macko_fault.kind is the codec's
+ *              enum, in the order in which faults are looked for, row the row block, entry the slab unless it says else.
+ *              m->units are those of data. found without a fault: the values of the matrix (with a list, entry those that
+ *              are in it; dense12: found)
+ *
+ * On the CPU is the reference. Those of CUDA are enqueued on `stream` of the current device, and neither synchronise nor
+ * allocate; pointers are device pointers but for the struct.
+ */
+#define MACKO_SLAB_CODEC(name, element)                                                                                \
+    void macko_##name##_write_cpu(const macko_##name##_matrix *m, const element *w, uint8_t *data);                    \
+    void macko_##name##_unpack_cpu(const macko_##name##_matrix *m, int64_t first, int64_t count, uint16_t *w);         \
+    macko_fault macko_##name##_check_cpu(const macko_##name##_matrix *m);                                              \
+    MACKO_CUDA_FUNCTION(                                                                                               \
+        macko_##name##_write_cuda(const macko_##name##_matrix *m, const void *w, uint8_t *data, cudaStream_t stream))
+#define MACKO_SLAB_CODEC_COUNT(name, element)                                                                          \
+    void macko_##name##_count_cpu(const macko_##name##_matrix *m, const element *w, int32_t *offsets,                  \
+                                  macko_slab_totals *totals);                                                          \
+    MACKO_CUDA_FUNCTION(macko_##name##_count_cuda(const macko_##name##_matrix *m, const void *w, int32_t *offsets,     \
+                                                  macko_slab_totals *totals, cudaStream_t stream))
+#define MACKO_SLAB_CODEC_HISTOGRAM(name, highs)                                                                        \
+    void macko_##name##_histogram_cpu(const macko_##name##_matrix *m, const uint16_t *w, int64_t counts[highs]);       \
+    MACKO_CUDA_FUNCTION(macko_##name##_histogram_cuda(const macko_##name##_matrix *m, const void *w,                   \
+                                                      int64_t counts[highs], cudaStream_t stream))
+#ifdef MACKO_HAVE_CUDA
+#define MACKO_CUDA_FUNCTION(function) cudaError_t function;
+/* Adds the offsets [slabs + 1] up, each of which is the units of a slab, and writes the other totals. */
+MACKO_CUDA_FUNCTION(macko_slab_scan_cuda(int64_t slabs, int32_t *offsets, macko_slab_totals *totals,
+                                         cudaStream_t stream))
+#else
+#define MACKO_CUDA_FUNCTION(function)
 #endif
-#ifdef MACKO_SLAB_CUDA
-#include <cuda_runtime_api.h>
 
-/* Adds the offsets [slabs + 1] up, each of which is the units of a slab, and writes the other totals. Enqueued on `stream`;
- * pointers are device pointers. */
-cudaError_t macko_slab_scan_cuda(int64_t slabs, int32_t *offsets, macko_slab_totals *totals, cudaStream_t stream);
-
-#endif
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

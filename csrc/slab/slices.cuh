@@ -28,6 +28,14 @@ struct slice_of {
     }
 };
 
+// A thread block a slab.
+template <typename MATRIX, typename... PARAMETERS, typename... ARGUMENTS>
+cudaError_t launch_slabs(const MATRIX *m, cudaStream_t stream, void (*kernel)(PARAMETERS...), ARGUMENTS... arguments) {
+    const int64_t slabs = macko_slab_count(m->rows, m->cols);
+    if (slabs) kernel<<<(unsigned)slabs, THREADS, 0, stream>>>(arguments...);
+    return cudaGetLastError();
+}
+
 // Neighbours of w [rows, cols], the left one lower; +0.0 outside of the matrix.
 __device__ __forceinline__ uint32_t load_pair(const uint16_t *w, int64_t rows, int64_t cols, int64_t r, int64_t c,
                                               bool whole) {

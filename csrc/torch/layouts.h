@@ -1,10 +1,9 @@
 /* What the module says of the layouts that the library has: each file of one adds it when the library is loaded. */
-#ifndef MACKO_TORCH_LAYOUTS_H
-#define MACKO_TORCH_LAYOUTS_H
+#pragma once
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "../core/types.h"
+
+MACKO_C_BEGIN
 
 enum { MACKO_MOST_LAYOUTS = 64 };
 
@@ -13,8 +12,4 @@ const char *macko_layout_name(int number);
 /* The name of a layout whose number another one has, or that is none; NULL: there is no such layout. */
 const char *macko_layout_twice(void);
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

@@ -5,8 +5,7 @@
  * without wgmma, in ring_plan.h; whether a merged layer's outputs are those of one op, in Python, before there is an op
  * (gives_parts); and that one token's norm is in sell's product, by which functions a Layout has.
  */
-#ifndef MACKO_TORCH_PATH_H
-#define MACKO_TORCH_PATH_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -93,5 +92,3 @@ static inline macko_path macko_slab_path(int64_t rows, int64_t cols, int64_t few
 static inline macko_path macko_ec_path(int64_t tokens) {
     return tokens == 1 ? MACKO_PATH_SPMV : MACKO_PATH_DENSE_ROWS;
 }
-
-#endif

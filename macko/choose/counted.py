@@ -41,11 +41,11 @@ def clocks(format: str, density: float, tokens: int, device: torch.device) -> fl
     memory = ELEMENTS * 2 * share / bytes_a_clock(device)
     capability = torch.cuda.get_device_capability(device)
     products = A100_PRODUCTS if capability == (8, 0) or capability[0] in (9, 10) else GEFORCE_PRODUCTS
-    known, decoding = CLOCKS.get(format), 0.0
-    reached = BLOCKS_SHARE if known and tokens > 64 else LIBRARY_SHARE
-    if known:
-        most = max(known)
-        decoding = known[min(n for n in known if n >= tokens)] if tokens <= most else known[most] * tokens / most
+    counts, decoding = CLOCKS.get(format), 0.0
+    reached = BLOCKS_SHARE if counts and tokens > 64 else LIBRARY_SHARE
+    if counts:
+        most = max(counts)
+        decoding = counts[min(n for n in counts if n >= tokens)] if tokens <= most else counts[most] * tokens / most
     return max(memory, decoding, ELEMENTS * tokens / products / reached)
 
 

@@ -75,8 +75,8 @@ class Options:
             raise ValueError(f"pattern is {self.pattern!r}, expected one of auto, {', '.join(SLIDE_PATTERNS)}")
         if self.values not in VALUES:
             raise ValueError(f"values is {self.values!r}, expected one of {', '.join(VALUES)}")
-        if self.values not in (known := _VALUES_OF.get(self.format, ("exact",))):
-            raise ValueError(f"values is {self.values!r}, format {self.format!r} takes {', '.join(known)}")
+        if self.values not in (expected := _VALUES_OF.get(self.format, ("exact",))):
+            raise ValueError(f"values is {self.values!r}, format {self.format!r} takes {', '.join(expected)}")
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise ValueError(f"tokens is {self.tokens!r}, expected a number from 1")
 

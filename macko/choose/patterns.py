@@ -30,26 +30,26 @@ def countable(weight: Tensor) -> Tensor:
 
 def matching_patterns(weight: Tensor, among: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Those of the patterns (PATTERNS, in their order) that some rows of a matrix hold, those that follow too."""
-    held: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for n, m in among:
         if weight.shape[1] % m == 0 and (
-            _follows(n, m, held) or int(countable(weight).reshape(-1, m).count_nonzero(1).max()) <= n
+            _follows(n, m, found) or int(countable(weight).reshape(-1, m).count_nonzero(1).max()) <= n
         ):
-            held.append((n, m))
-    return held
+            found.append((n, m))
+    return found
 
 
-def pattern_names(held: Iterable[tuple[int, int]]) -> list[str]:
+def pattern_names(found: Iterable[tuple[int, int]]) -> list[str]:
     """As "2:4", without the patterns that follow from one before them."""
-    said: list[tuple[int, int]] = []
-    for n, m in held:
-        if not _follows(n, m, said):
-            said.append((n, m))
-    return [f"{n}:{m}" for n, m in said]
+    named: list[tuple[int, int]] = []
+    for n, m in found:
+        if not _follows(n, m, named):
+            named.append((n, m))
+    return [f"{n}:{m}" for n, m in named]
 
 
-def _follows(n: int, m: int, held: Iterable[tuple[int, int]]) -> bool:
-    return any(_most(m, *other) <= n for other in held)
+def _follows(n: int, m: int, found: Iterable[tuple[int, int]]) -> bool:
+    return any(_most(m, *other) <= n for other in found)
 
 
 def _most(width: int, n: int, m: int) -> int:

@@ -172,14 +172,14 @@ def _fit(lines: tuple[Line, ...], tokens: int) -> dict[str, tuple[float, float]]
         size = getattr(torch, line["dtype"]).itemsize
         if line["tokens"] == tokens:
             for format, us in line["us"].items():
-                held = held_bytes(format, line["rows"], line["cols"], line["density"], size)
-                points.setdefault(format, []).append((held, us))
+                nbytes = held_bytes(format, line["rows"], line["cols"], line["density"], size)
+                points.setdefault(format, []).append((nbytes, us))
     fits = {}
     for format, of in points.items():
-        held, us = np.array(of).T
-        a_byte, fixed = np.polyfit(held, us, 1, w=1 / us) if np.ptp(held) else (0.0, 0.0)
+        nbytes, us = np.array(of).T
+        a_byte, fixed = np.polyfit(nbytes, us, 1, w=1 / us) if np.ptp(nbytes) else (0.0, 0.0)
         if fixed <= 0 or a_byte <= 0:  # or all of one size
-            fixed, a_byte = 0.0, (held / us).sum() / np.square(held / us).sum()
+            fixed, a_byte = 0.0, (nbytes / us).sum() / np.square(nbytes / us).sum()
         fits[format] = float(fixed), float(a_byte)
     return fits
 

@@ -22,7 +22,6 @@ Of 4 bits (pack-quantized, symmetric) the weights are made of 16 bits:
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -31,11 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..choose.patterns import countable
-from ..files import Checkpoint, open_tensors, version_of
+from ..files import Checkpoint, FolderWriter, open_tensors, version_of
 from ..weights import ByteWeight, Dense8Weight, Sparse8Weight, codes
 
 FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
@@ -83,14 +81,14 @@ def is_quantised(config: Mapping[str, Any]) -> bool:
         return False
     for group in groups:
         weights = _object(_object(groups, group), "weights")
-        for key, known in (
+        for key, expected in (
             ("num_bits", (8,)),
             ("type", ("int", "float")),
             ("strategy", ("channel", "tensor")),
             ("symmetric", (True,)),
         ):
-            if weights.get(key) not in known:
-                raise ValueError(f"config_groups has weights of {key} {weights.get(key)!r}, macko holds {known}")
+            if weights.get(key) not in expected:
+                raise ValueError(f"config_groups has weights of {key} {weights.get(key)!r}, macko holds {expected}")
     return True
 
 
@@ -108,15 +106,15 @@ def has_four_bits(config: Mapping[str, Any]) -> bool:
     if (form := about.get("format")) != "pack-quantized":
         raise ValueError(f"quantization_config has 4 bits a weight in the format {form!r}, macko reads pack-quantized")
     for weights in kinds:
-        for key, known in (
+        for key, expected in (
             ("num_bits", (4,)),
             ("type", ("int",)),
             ("strategy", ("channel", "group")),
-            ("symmetric", (True,)),
+            ("symmetric", (True, False)),
             ("actorder", (None, "weight")),
         ):
-            if weights.get(key) not in known:
-                raise ValueError(f"config_groups has weights of {key} {weights.get(key)!r}, macko reads {known}")
+            if weights.get(key) not in expected:
+                raise ValueError(f"config_groups has weights of {key} {weights.get(key)!r}, macko reads {expected}")
     return True
 
 
@@ -168,7 +166,7 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
         ValueError: a layer is not as its config says.
     """
     layers: dict[str, Any] = {}
-    places: dict[str, str] = {}
+    written = FolderWriter(target)
     with Checkpoint(source) as file:
         about = file.config.get("dtype") or file.config.get("torch_dtype")
         dtype = torch.float16 if about == "float16" else torch.bfloat16
@@ -191,16 +189,11 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
                     tensors[key] = file[key]
                     if last in _CODES and tensors[key].dtype in (torch.int8, torch.int32, torch.float8_e4m3fn):
                         raise ValueError(f"{name}: it has 8 bits, and no weight_scale")
-            if tensors:
-                save_file(tensors, target / path.name, metadata={"format": "pt"})
-            places |= dict.fromkeys(tensors, path.name)
-        if {*places.values()} != {"model.safetensors"}:
-            (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+            written.add(path.name, tensors)
+        if not layers:
+            raise ValueError(f"{source} has no layer of 8 bits, config.json says that it has")
         about = {"quant_method": "macko", "version": version_of(layers), "layers": layers}
-        config = {**file.config, "quantization_config": about}
-    if not layers:
-        raise ValueError(f"{source} has no layer of 8 bits, config.json says that it has")
-    (target / "config.json").write_text(json.dumps(config, indent=2))
+        written.end({**file.config, "quantization_config": about})
     return layers
 
 
@@ -243,13 +236,24 @@ def _of_4_bits(file: Checkpoint, name: str) -> Tensor:
             raise ValueError(f"weight_scale has shape {list(scales.shape)}, weight_shape says {[rows, cols]}")
         if not scales.is_floating_point():
             raise ValueError(f"weight_scale is {scales.dtype}, expected floating point")
-        if any(f"{name}.{other}" in file for other in ("weight_zero_point", "weight_g_idx")):
-            raise ValueError("it has zero points or an order of columns, which macko does not read")
+        if f"{name}.weight_g_idx" in file:
+            raise ValueError("it has an order of columns, which macko does not read")
+        points = f"{name}.weight_zero_point"
+        zeros = file[points] if points in file else None  # noqa: SIM401  it has no get
+        wanted = [-(-rows // 8), scales.shape[1]]
+        if zeros is not None and (zeros.dtype != torch.int32 or list(zeros.shape) != wanted):
+            raise ValueError(f"weight_zero_point is {zeros.dtype} {list(zeros.shape)}, expected int32 {wanted}")
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    codes = (words[:, :, None] >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).flatten(1)[:, :cols] - 8
-    each = scales.float().repeat_interleave(cols // scales.shape[1], 1)
-    return (codes * each).to(scales.dtype)
+    codes, columns = _nibbles(words, cols), cols // scales.shape[1]
+    if zeros is not None:
+        codes -= _nibbles(zeros.t(), rows).t().repeat_interleave(columns, 1)
+    return (codes * scales.float().repeat_interleave(columns, 1)).to(scales.dtype)
+
+
+def _nibbles(words: Tensor, count: int) -> Tensor:
+    """Codes of 4 bits from -8 on, so many of each row, eight in a word, the lowest first."""
+    return (words[:, :, None] >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).flatten(1)[:, :count] - 8
 
 
 def _decoded(file: Checkpoint, name: str) -> Tensor:
@@ -316,7 +320,7 @@ def _shape(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> list[int]:
 
 
 def _panels(step: int, shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Iterator[Tensor]:
-    """The dense weight, `step` rows at a time; ValueError, if only behind the last ones, as of decode."""
+    """The dense weight, `step` rows at a time; ValueError, if only after the last ones, as of decode."""
     *rows, cols = _shape(shape, bitmask, compressed)
     bits_of = torch.uint8 if compressed.element_size() == 1 else compressed.dtype  # fp8 cannot be indexed
     values, done = compressed.flatten().view(bits_of), 0

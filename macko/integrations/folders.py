@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..files import Checkpoint, join, version_of
+from ..files import Checkpoint, FolderWriter, join, version_of
 from ..nn.experts import find_experts, projections
 from ..nn.find import find_linears
 from ..weights import Planes12Weight, saved_as
@@ -59,7 +58,7 @@ def pack_folder(source: Path, target: Path, ignore: Sequence[str], rounds: bool 
     with readable(source), Checkpoint(source) as file:
         model = _on_meta(source)
         names, experts = _weights_of_layers(model, file, ignore), _weights_of_experts(model, file, ignore)
-        written = _Writer(target)
+        written = FolderWriter(target)
         for path, keys in file.by_file():
             tensors: dict[str, Tensor] = {}
             sums: dict[str, int] = {}
@@ -101,7 +100,7 @@ def unpack_folder(source: Path, target: Path) -> tuple[int, int]:
             raise ValueError(f"{source} has no layer that macko packed")
         parts = {join(layer, name): layer for layer, about in file.layers.items() for name in saved_as(about)[2]}
         in_checkpoints = _names_in_checkpoints(source, file.layers)
-        written, done = _Writer(target), set[str]()
+        written, done = FolderWriter(target), set[str]()
         for path, keys in file.by_file():
             tensors: dict[str, Tensor] = {}
             for key in keys:
@@ -224,25 +223,3 @@ def _loads(model: Any) -> Callable[[str], tuple[str, str | None]]:
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     return lambda key: rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-
-
-class _Writer:
-    """The files of a folder, one after the other, and then its index and config.json."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.places: dict[str, str] = {}
-        self.size = 0
-        folder.mkdir(exist_ok=True)
-
-    def add(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-        if tensors:
-            save_file(tensors, self.folder / name, metadata={"format": "pt", **(metadata or {})})
-            self.places |= dict.fromkeys(tensors, name)
-            self.size += sum(tensor.nbytes for tensor in tensors.values())
-
-    def end(self, config: dict[str, Any]) -> None:
-        if {*self.places.values()} != {"model.safetensors"}:
-            about = {"metadata": {"total_size": self.size}, "weight_map": self.places}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2))
-        (self.folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -51,6 +51,8 @@ from .config import Settings
 
 #: Whether the from_pretrained that runs was told ignore_mismatched_sizes (macko.integrations.saving sets it).
 IGNORES_SIZES: ContextVar[bool] = ContextVar("IGNORES_SIZES", default=False)
+#: Whether an offloader is to have the model that it gives, which holds packed what files hold so, on a CPU too.
+OFFLOADS: ContextVar[bool] = ContextVar("OFFLOADS", default=False)
 #: Whether its caller looks at the keys that no file has, all of them (load_packed).
 _LOOKS_AT_KEYS: ContextVar[bool] = ContextVar("_LOOKS_AT_KEYS", default=False)
 #: In the environment: transformers reads a tensor when its turn has come. Else threads read ahead, in the time that a
@@ -63,7 +65,18 @@ class MackoConfig(Settings, QuantizationConfigMixin):
     """How from_pretrained packs a pruned checkpoint, and what config.json keeps of a packed one.
 
     Its arguments and errors are those of macko.integrations.config.Settings.
+
+    Attributes:
+        offload: whether the model is read on the CPU, made such that offloaders move it (macko.offloadable_), and then
+            put where from_pretrained's device_map says, "cpu" and "disk" beside GPUs among it; not in files.
     """
+
+    def __init__(self, *args: Any, offload: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.offload = offload
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_dict().items() if name != "offload"}
 
     def get(self, key: str, default: Any = None) -> Any:
         """An option, or the default: transformers asks the config that a model has as it does the one of a file."""
@@ -120,8 +133,9 @@ class MackoHfQuantizer(HfQuantizer):
         offloaded = {str(place) for place in places if str(place) in ("cpu", "disk")}
         if "disk" in offloaded or (offloaded and len(places) > 1):
             raise ValueError(
-                f"device_map puts layers on {' and '.join(sorted(offloaded))} to fetch them when they are needed, "
-                "which macko's kernels do not: use a device_map of GPUs alone, or of the CPU alone"
+                f"device_map puts layers on {' and '.join(sorted(offloaded))} to fetch them when they are needed: ask "
+                "for that by quantization_config=macko.MackoConfig(..., offload=True), or use a device_map of GPUs "
+                "alone, or of the CPU alone"
             )
 
     # ---- Before loading ----
@@ -377,7 +391,7 @@ class MackoHfQuantizer(HfQuantizer):
                         f"{name}.{one} is not packed, while others of these experts are: it would be random"
                     )
         kept_dense: list[str] = []
-        wanted = Options(self.quantization_config.format).any_zeros
+        wanted = OFFLOADS.get() or Options(self.quantization_config.format).any_zeros
         for name, module in model.named_modules():
             if type(module) is _Loading:
                 if missing := module.missing():
@@ -512,7 +526,7 @@ class _Loading(SparseLinear):
 def renamer(model: Any, to_files: bool = False) -> Callable[[str], str]:
     """Makes of a layer's name in files the model's own, or the other way round, by what transformers renames."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    renamings: list[Any] = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     if to_files:
         renamings = [entry.reverse_transform() for entry in renamings[::-1]]
 

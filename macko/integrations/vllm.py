@@ -14,6 +14,7 @@ of the engine by its name, so it is one of a module.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,7 @@ class MackoConfig(Settings, QuantizationConfig):
         if tokens is None and not self.options.may_slide:
             self.tokens = TOKENS
         self.tied = False
+        self.renamed: dict[re.Pattern[str], str] = {}
 
     @classmethod
     def get_name(cls) -> str:
@@ -97,6 +99,16 @@ class MackoConfig(Settings, QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
         self.ignore = hf_to_vllm_mapper.apply_list(self.ignore)
+
+    def get_cache_scale_mapper(self) -> Any:
+        """vLLM asks for it when it loads, and gives tensors of files the names that it says."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        return super().get_cache_scale_mapper() | WeightsMapper(orig_to_new_regex=self.renamed)
+
+    def rename(self, pattern: str, name: str) -> None:
+        """Notes that vLLM has another name for what files name so."""
+        self.renamed[re.compile(pattern)] = name
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Packed or Arriving, of experts likewise; vLLM's own for what stays dense, or None, which is that too.

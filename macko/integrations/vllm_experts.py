@@ -78,14 +78,18 @@ class OfLayer:
 def _packed_experts(config: MackoConfig, name: str) -> dict[str, dict[str, Any]]:
     """What config.json says of the packed ones of these experts, by number and projection: "3.gate_proj".
 
-    Mixtral's are mlp.experts in transformers, block_sparse_moe.experts in its files and in vLLM: a block has one
-    mixture, whatever its name.
+    Mixtral's are mlp.experts in transformers, block_sparse_moe.experts in vLLM: a layer has one mixture, whatever its
+    name, and the config notes it for the names of tensors.
     """
-    block = name.rpartition(".experts")[0].rpartition(".")[0]
+    layer, _, block = name.removesuffix(".experts").rpartition(".")
     found = {}
     for key, about in config.layers.items():
-        if key.startswith(block) and (of_expert := re.fullmatch(r"\.\w+\.experts\.(\d+\.\w+)", key[len(block) :])):
-            found[of_expert[1]] = about
+        if not key.startswith(layer):
+            continue
+        if of_expert := re.fullmatch(r"\.(\w+)\.experts\.(\d+\.\w+)", key[len(layer) :]):
+            found[of_expert[2]] = about
+            if of_expert[1] != block:
+                config.rename(rf"\.{of_expert[1]}\.experts\.", f".{block}.experts.")
     return found
 
 
@@ -283,11 +287,13 @@ class PackedExperts(ArrivingExperts):
     ) -> None:
         if self.filled_up:
             raise ValueError(f"{self.name} is packed, and {self.filled_up}: choose another --moe-backend")
-        if {key.partition(".")[2] for key in self.packed} <= {"gate_proj", "up_proj", "down_proj"}:
-            # So macko names them, whatever the model's own files do.
-            layer.ckpt_gate_proj_name, layer.ckpt_down_proj_name = "gate_proj", "down_proj"
-            layer.ckpt_up_proj_name = "up_proj"
         keys = {"w1": layer.ckpt_gate_proj_name, "w3": layer.ckpt_up_proj_name, "w2": layer.ckpt_down_proj_name}
+        ours = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+        if {key.partition(".")[2] for key in self.packed} <= {*ours.values()}:
+            # So macko names them, whatever the model's own files do.
+            for shard, key in ours.items():
+                self.config.rename(rf"\.experts\.(\d+)\.{key}\.", rf".experts.\1.{keys[shard]}.")
+            keys = ours
         rank, ranks = self.moe.moe_parallel_config.tp_rank, self.moe.moe_parallel_config.tp_size
         inner = stacked.Share((intermediate_size_per_partition,), hidden_size, rank, ranks)
         outer = stacked.Share((hidden_size,), intermediate_size_per_partition, rank, ranks)

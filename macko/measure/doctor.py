@@ -98,10 +98,10 @@ def kernels_of(device: torch.device) -> str:
     if kernels == "none":
         return "no kernels for tile, sparse11, dense12, dense8 and sparse8; macko and sell for one token"
     many = "" if kernels == "wgmma" else f" up to {most} tokens"
-    name, known = gpu_name(device), times_of(device)
+    name, times = gpu_name(device), times_of(device)
     if name in measured_gpus():
         who = "times of this GPU come with macko"
-    elif known.measured:
+    elif times.measured:
         who = "times by your own `macko tune`"
     else:
         who = "nobody has measured this GPU, its times are counted: please run `macko tune --share`"

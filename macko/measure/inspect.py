@@ -154,17 +154,17 @@ class Seen:
         if not isinstance(weight, Tensor) and not is_worth_it(weight, file_bytes):
             self.density = weight.density
             return
-        held, nonzeros = list(PATTERNS) if self.elements else [], 0
+        patterns, nonzeros = list(PATTERNS) if self.elements else [], 0
         counts = torch.zeros(1 << 16, dtype=torch.int64) if weight.dtype in Dense12Weight.dtypes else None
         for panel in self._panels():
-            held = matching_patterns(panel, held)
+            patterns = matching_patterns(panel, patterns)
             if counts is None:
                 nonzeros += int(countable(panel).count_nonzero())
             else:
                 counts += bit_counts(panel)
         if counts is not None:
             nonzeros = int(counts.sum() - counts[0] - counts[0x8000])
-        self.counts, self.patterns, self.density = counts, pattern_names(held), nonzeros / max(1, self.elements)
+        self.counts, self.patterns, self.density = counts, pattern_names(patterns), nonzeros / max(1, self.elements)
 
     def _panels(self) -> Iterator[Tensor]:
         """Dense pieces of whole row blocks of tile; of wide rows whole slabs and groups of every pattern."""

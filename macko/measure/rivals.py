@@ -26,14 +26,14 @@ def int4_pack(w: Tensor, inner_tiles: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     groups = w.float().view(rows, -1, GROUP)
     scale = (groups.abs().amax(2, keepdim=True).clamp(min=1e-12) / 7.5).bfloat16()
     codes = (groups / scale).round().clamp(-8, 7)
-    held = (codes * scale.float()).bfloat16().float().view(rows, cols)
+    rounded = (codes * scale.float()).bfloat16().float().view(rows, cols)
     codes = (codes + 8).to(torch.uint8).view(rows, cols)
     scales = torch.cat((scale, torch.zeros_like(scale)), 2).transpose(0, 1).contiguous()
     if w.is_cuda:
         packed = torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], inner_tiles)
     else:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), inner_tiles)
-    return packed, scales, held
+    return packed, scales, rounded
 
 
 class _Rounded(nn.Module):

@@ -160,10 +160,10 @@ def result(
 def show(results: Iterable[Result], memory: str = "peak") -> None:
     """Prints a line for each; memory: what peak_bytes are."""
     for result in results:
-        held = "" if result.peak_bytes is None else f", {memory} {format_bytes(result.peak_bytes)}"
-        speed = f"too noisy to tell{held}"
+        peak = "" if result.peak_bytes is None else f", {memory} {format_bytes(result.peak_bytes)}"
+        speed = f"too noisy to tell{peak}"
         if result.ms is not None:
-            speed = f"{result.ms:8.3f} ms, {result.tokens_per_s:8.1f} tokens/s{held}"
+            speed = f"{result.ms:8.3f} ms, {result.tokens_per_s:8.1f} tokens/s{peak}"
         print(f"{result}, {result.what} batch {result.batch} prompt {result.prompt_tokens}: {speed}", flush=True)
 
 

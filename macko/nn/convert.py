@@ -201,8 +201,8 @@ def compress_(
         if not modules:
             raise ValueError(f"compress_: the {type(model).__name__} has no {', '.join(_COMPONENTS)} to pack")
         return {name: compress_(part, **options_of_all) for name, part in modules.items()}
-    if values not in (known := [name for name in VALUES if name != "raw"]):
-        raise ValueError(f"values is {values!r}, expected one of {', '.join(known)}")
+    if values not in (expected := [name for name in VALUES if name != "raw"]):
+        raise ValueError(f"values is {values!r}, expected one of {', '.join(expected)}")
     if copy_tied and values != "exact":
         raise ValueError(f'copy_tied is of values="exact", values is {values!r}')
     if merge and offload:

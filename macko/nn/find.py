@@ -199,14 +199,14 @@ def tied_parameters(model: nn.Module) -> dict[int, list[str]]:
     return {id(p): list(group) for group in holders.values() if len(group) > 1 for p in group.values()}
 
 
-def unpackable(model: nn.Module, known: Callable[[nn.Module], bool] = lambda module: False) -> list[LayerReport]:
+def unpackable(model: nn.Module, is_reported: Callable[[nn.Module], bool] = lambda module: False) -> list[LayerReport]:
     """Rows of the matrices that no nn.Linear holds and that somebody may look for: GPT-2's Conv1D, fused experts.
 
-    known: modules of which the caller has rows.
+    is_reported: modules of which the caller has rows.
     """
     rows = []
     for name, module in model.named_modules():
-        if known(module):
+        if is_reported(module):
             continue
         for key, weight in module.named_parameters(recurse=False):
             reason = ""

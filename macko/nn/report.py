@@ -86,9 +86,9 @@ class Report:
     @property
     def gain(self) -> float | None:
         """Expected time in the dense layers over that in the layers as they are now; None: not known."""
-        known = [layer for layer in self.layers if layer.us_before and layer.us_after]
-        after = sum(layer.us_after or 0 for layer in known)
-        return sum(layer.us_before or 0 for layer in known) / after if after else None
+        timed = [layer for layer in self.layers if layer.us_before and layer.us_after]
+        after = sum(layer.us_after or 0 for layer in timed)
+        return sum(layer.us_before or 0 for layer in timed) / after if after else None
 
     @property
     def changed(self) -> list[LayerReport]:
@@ -99,8 +99,8 @@ class Report:
     def zeros(self) -> tuple[int, int]:
         """Zeros, and all weights, of the layers whose density is known; a shared weight counts once."""
         counted = [layer for layer in self.layers if layer.bytes_before]
-        known = [(layer.density, math.prod(layer.shape)) for layer in counted if layer.density is not None]
-        return sum(round((1 - density) * size) for density, size in known), sum(size for _, size in known)
+        sizes = [(layer.density, math.prod(layer.shape)) for layer in counted if layer.density is not None]
+        return sum(round((1 - density) * size) for density, size in sizes), sum(size for _, size in sizes)
 
     def __iter__(self) -> Iterator[LayerReport]:
         return iter(self.layers)

@@ -2,7 +2,7 @@
 
 Measured, not guessed from weights: each layer is pruned by itself to a few shares, and what that does to its block's
 output is its error curve. The zeros go where the curves are flattest. Curves do not know of each other, so in the end
-the whole chain of blocks is pruned so, half-way so, and evenly, and the allocation with the least error behind the
+the whole chain of blocks is pruned so, half-way so, and evenly, and the allocation with the least error after the
 last block is taken: even shares where nothing is better.
 """
 
@@ -100,7 +100,7 @@ def allocate(
     bar: Any,
     strengths: tuple[float, ...] = STRENGTHS,
 ) -> tuple[dict[str, int], dict[float, float]]:
-    """Zeros of each layer in the blocks by name, and the error behind the last block by the strengths tried.
+    """Zeros of each layer in the blocks by name, and the error after the last block by the strengths tried.
 
     The model is as it was in the end.
 
@@ -108,10 +108,11 @@ def allocate(
         ValueError: the model has no one list of blocks.
     """
     blocks = blocks_of(model, layers)
-    own = by_block(blocks, layers)[:-1]
+    of_block = by_block(blocks, layers)[:-1]
     batches = batches[:BATCHES]
     passes = [
-        (i == 0) + bool(statistic and group) + POINTS * len(group) + 2 + len(strengths) for i, group in enumerate(own)
+        (i == 0) + bool(statistic and group) + POINTS * len(group) + 2 + len(strengths)
+        for i, group in enumerate(of_block)
     ]
     bar.total += len(batches) * sum(n * weights_in(block) for n, block in zip(passes, blocks, strict=True))
     bar.set_description("allocation", refresh=False)
@@ -126,9 +127,9 @@ def allocate(
     given = start
     for i, block in enumerate(blocks):
         with at(block, device):
-            seen |= gather(own[i], statistic, block, given, bar)
+            seen |= gather(of_block[i], statistic, block, given, bar)
             dense = outputs_of(block, given, bar)
-            for layer in own[i]:
+            for layer in of_block[i]:
                 if statistic is None or (layer.name in seen and seen[layer.name].any()):
                     curves[layer.name] = _curve(layer, lambda: outputs_of(block, given, bar), dense, share, prune, seen)  # noqa: B023
         given = with_hidden(calls[i + 1], dense) if i + 1 < len(blocks) else []
@@ -141,7 +142,7 @@ def allocate(
             dense = outputs_of(block, given, bar)
             outputs = {}
             for strength, counts in found.items():
-                with _pruned(own[i], counts, prune, seen):
+                with _pruned(of_block[i], counts, prune, seen):
                     outputs[strength] = outputs_of(block, streams[strength], bar)
         if i + 1 < len(blocks):
             given = with_hidden(calls[i + 1], dense)
@@ -180,12 +181,12 @@ def _curve(
 def _pruned(layers: list[FoundLinear], zeros: dict[str, int], prune: Prune, seen: dict[str, Tensor]) -> Iterator[None]:
     """Within it, the layers have so many zeros."""
     dense = {layer.name: layer.module.weight.clone() for layer in layers if layer.name in zeros}
-    own = [layer for layer in layers if layer.name in dense]
+    changed = [layer for layer in layers if layer.name in dense]
     try:
-        for layer in own:
+        for layer in changed:
             weight = layer.module.weight
             weight.copy_(prune(weight, zeros[layer.name] / weight.numel(), seen.get(layer.name)))
         yield
     finally:
-        for layer in own:
+        for layer in changed:
             layer.module.weight.copy_(dense[layer.name])

@@ -52,15 +52,15 @@ def calibrate(
     Args:
         keep: called with each layer that was not done, as soon as it will not change any more.
         statistic: None: nothing is to be seen.
-        fitter: fits each block behind its layers. Then a block is done where all of its layers are.
-        done: names of layers that prune needs no inputs of. Their blocks run only to feed those behind them.
+        fitter: fits each block after its layers. Then a block is done where all of its layers are.
+        done: names of layers that prune needs no inputs of. Their blocks run only to feed those after them.
         bar: comes with the work of pruning, in weights, as its total. A batch's way through a module is its weights.
     """
     blocks = blocks_of(model, layers)
-    *own, elsewhere = by_block(blocks, layers)
-    new = [[layer for layer in group if layer.name not in done] for group in own]
-    new = [group if some else [] for group, some in zip(own, new, strict=True)] if fitter else new
-    last = max((i for i, group in enumerate(new) if group), default=-1)  # no block behind it needs its inputs
+    *groups, elsewhere = by_block(blocks, layers)
+    new = [[layer for layer in group if layer.name not in done] for group in groups]
+    new = [group if some else [] for group, some in zip(groups, new, strict=True)] if fitter else new
+    last = max((i for i, group in enumerate(new) if group), default=-1)  # no block after it needs its inputs
     looks = [statistic is not None and bool(group) for group in new]
     rest = [model] if statistic and any(layer.name not in done for layer in elsewhere) else []
     bar.set_description("calibration", refresh=False)
@@ -81,7 +81,7 @@ def calibrate(
                 bar.set_description(f"dense outputs of block {i + 1} of {len(blocks)}", refresh=False)
                 fitter.watch(block, new[i], calls[i], bar)
             keep_now = (lambda layer: None) if fitter else keep
-            _prune(own[i], seen, {layer.name for layer in new[i]}, prune, keep_now)
+            _prune(groups[i], seen, {layer.name for layer in new[i]}, prune, keep_now)
             if fitter and new[i]:
                 fitter.fit(block, new[i], calls[i], bar)
                 for layer in new[i]:
@@ -174,11 +174,11 @@ class Reached(Exception):
 @contextmanager
 def _own_forwards(blocks: list[nn.Module]) -> Iterator[None]:
     """Behind it each block has the forward that it came with."""
-    own = [vars(block).get("forward") for block in blocks]
+    forwards = [vars(block).get("forward") for block in blocks]
     try:
         yield
     finally:
-        for block, forward in zip(blocks, own, strict=True):
+        for block, forward in zip(blocks, forwards, strict=True):
             vars(block).pop("forward", None)
             if forward is not None:
                 block.forward = forward  # type: ignore[method-assign]

@@ -31,7 +31,7 @@ from .reconstruct import Fitter, Recipe, recipe_of
 
 Pattern = tuple[int, int]
 
-#: SparseGPT chooses the weights to prune in so many columns at once, and updates those behind them once a block.
+#: SparseGPT chooses the weights to prune in so many columns at once, and updates those after them once a block.
 SPARSEGPT_BLOCK = 128
 #: SparseGPT adds this share of the Hessian's mean diagonal to its diagonal.
 SPARSEGPT_DAMPING = 0.01
@@ -51,13 +51,13 @@ def wanda(weight: Tensor, share: float, pattern: Pattern | None, seen: Tensor) -
 
 
 def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tensor, grid: Grid | None = None) -> Tensor:
-    """Prunes column by column and corrects the columns behind for it (Frantar and Alistarh, 2023, arXiv 2301.00774).
+    """Prunes column by column and corrects the columns after for it (Frantar and Alistarh, 2023, arXiv 2301.00774).
 
     What goes is chosen in blocks of columns over all rows, so rows keep different numbers of weights.
 
     Args:
         seen: [cols, cols], the inputs' sums of products.
-        grid: rounds what is kept in the same pass (macko.grids), so that the columns behind make up for that too; with
+        grid: rounds what is kept in the same pass (macko.grids), so that the columns after make up for that too; with
             share 0 that is GPTQ, and zeros that are there stay. The result is the rounded weights, as numbers.
     """
     w = weight.to(torch.float32, copy=True)
@@ -92,7 +92,7 @@ def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tenso
 
 
 def _loss(block: Tensor, diagonal: Tensor, idle: Tensor) -> Tensor:
-    """What it costs to prune each weight of the block; nothing behind an input that was never seen."""
+    """What it costs to prune each weight of the block; nothing after an input that was never seen."""
     return (block / diagonal).square().masked_fill_(idle, 0)
 
 
@@ -197,7 +197,7 @@ def prune_(
         done: pruned weights [rows, cols] by the layer's name, a dict or something that writes to disk. Each is put in
             as soon as it is pruned, and those in it are taken from there: a call that was interrupted goes on, of the
             model as it was before, the same arguments and the same `done`, to the same bits in the end.
-        reconstruct: "submodule", "block", or a macko.reconstruct.Recipe: behind each block's masks its kept weights are
+        reconstruct: "submodule", "block", or a macko.reconstruct.Recipe: after each block's masks its kept weights are
             fitted, attention and MLP each by itself or the block as a whole, such that they make of the pruned model's
             inputs what they made in the dense one. Takes calibration and a model with one list of blocks. With `done` a
             block counts once all of it is fitted.
@@ -306,7 +306,7 @@ class _Pruning:
                             self.keep(layer)
             except BaseException as error:
                 state = f"up to {self.pruned[-1]} they are pruned, the others" if self.pruned else "all"
-                text = f"prune_ stopped behind {len(self.pruned)} of {len(todo)} layers: {state} are as they were"
+                text = f"prune_ stopped after {len(self.pruned)} of {len(todo)} layers: {state} are as they were"
                 _note(error, text)
                 raise
 
@@ -329,12 +329,12 @@ class _Pruning:
             if least < even
             else "lose no less than even"
         )
-        self.notes.append(f"auto: uneven shares {gain}, by the error behind the last block")
+        self.notes.append(f"auto: uneven shares {gain}, by the error after the last block")
 
     def layer(self, layer: FoundLinear, seen: Tensor | None, kept: bool) -> None:
         """One layer, of which STATISTICS gathered `seen`."""
         new = self._kept(layer) if kept else self._new(layer, seen)
-        self.pruned.append(layer.name)  # a KeyboardInterrupt comes behind copy_, not within it
+        self.pruned.append(layer.name)  # a KeyboardInterrupt comes after copy_, not within it
         layer.module.weight.copy_(new)
 
     def unreached(self) -> list[str]:
@@ -376,8 +376,8 @@ def _exponents(layers: list[FoundLinear]) -> list[str]:
     fits = [lacks <= SPARSE11_LISTED * count for lacks, count in found if count]
     if not fits:
         return []
-    held = f"{sum(fits)} of {len(fits)} layers" if not all(fits) else "all of them" if len(fits) > 1 else "it"
-    return [f"On a GPU, in bfloat16, 11 bits a weight can hold {held}, bit for bit (sparse11)."]
+    which = f"{sum(fits)} of {len(fits)} layers" if not all(fits) else "all of them" if len(fits) > 1 else "it"
+    return [f"On a GPU, in bfloat16, 11 bits a weight can hold {which}, bit for bit (sparse11)."]
 
 
 def _reasons(found: list[FoundLinear], pattern: Pattern | None) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """reconstruct=: the weights that pruning left, fitted until attention and MLP say again what they said when dense.
 
-Block after block, behind the choice of its masks. Each submodule gets the inputs that the pruned and fitted modules
+Block after block, after the choice of its masks. Each submodule gets the inputs that the pruned and fitted modules
 before it make, and is fitted to what it made in the dense model: so it also makes up for what was lost before it. That
 is far more than a matrix by itself can win back (arXiv 2510.14444), and it hardly matters then what chose the masks.
 
@@ -104,9 +104,9 @@ class Fitter:
         layers: those that will be pruned and fitted; none: the block was pruned before.
         calls: of the pruned model, which differ from the dense one's in the hidden states alone.
         """
-        own = {id(layer.module) for layer in layers}
+        fitted = {id(layer.module) for layer in layers}
         parts = () if self.recipe.unit == "block" else block.named_children()
-        units = [(name, module) for name, module in parts if any(id(part) in own for part in module.modules())]
+        units = [(name, module) for name, module in parts if any(id(part) in fitted for part in module.modules())]
         if self._hidden is None:
             self._hidden = [given_hidden(call) for call in calls]
         outputs: dict[str, list[Any]] = {name: [] for name, _ in units}
@@ -139,8 +139,8 @@ class Fitter:
             full = f"{prefix}.{name}".strip(".")
             bar.set_description(f"fitting {full}", refresh=False)
             names = {id(part): part_name for part_name, part in unit.named_modules()}
-            own = [layer.module for layer in layers if id(layer.module) in names]
-            weights = {f"{names[id(module)]}.weight".removeprefix("."): module.weight for module in own}
+            modules = [layer.module for layer in layers if id(layer.module) in names]
+            weights = {f"{names[id(module)]}.weight".removeprefix("."): module.weight for module in modules}
             inputs = calls if unit is block else _inputs(block, unit, calls)
             step = (end - bar.n) // len(order) // len(self._units)
             with _deterministic():

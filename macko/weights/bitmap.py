@@ -36,7 +36,7 @@ class BitmapWeight(PackedWeight):
         3: "row {place} has a bit set at column {found}, the matrix has {of.cols} columns",
         4: "row {place}, entry {entry}: a zero is stored",
         5: "row_ptr[{place}] is {found}, values has {of.values.shape[0]} elements, expected 32 more",
-        6: "entry {entry}, behind the last one of the last row, is not zero",
+        6: "entry {entry}, after the last one of the last row, is not zero",
     }
 
     values: Tensor

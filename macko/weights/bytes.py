@@ -202,7 +202,7 @@ class Sparse8Weight(ByteWeight):
         5: f"{AT}, byte {{found}}: a mask has a value outside of the matrix",
         6: f"{AT} has another size than the {{found}} rows of values that its masks say",
         7: f"{AT}, byte {{found}}: not the start of these values",
-        8: f"{AT}, byte {{found}}: not where a slice's values begin, or not zero behind them",
+        8: f"{AT}, byte {{found}}: not where a slice's values begin, or not zero after them",
         9: f"{AT}, byte {{found}}: zero or NaN is stored, or what is no value is not zero",
     }
 
@@ -335,7 +335,7 @@ class Macko8Weight(PackedWeight):
             self._refuse(str(error).removeprefix("not a macko weight: "))
 
     def _misfit(self) -> str:
-        """What is wrong with dtypes and shapes that nothing behind this looks at."""
+        """What is wrong with dtypes and shapes that nothing after this looks at."""
         if self.values.dtype != torch.uint8 or self.values.dim() != 1:
             return f"values has dtype {self.values.dtype} and shape {list(self.values.shape)}, expected uint8 [entries]"
         if not self.delta_bits and self.values.numel() != self.rows * self.cols:

@@ -34,9 +34,9 @@ class MackoWeight(PackedWeight):
         2: "row_ptr falls to {found} at index {place}",
         3: "row_ptr[{place}] is {found}, values has {of.values.shape[0]} entries",
         4: "row {place}, entry {entry}: the deltas put it at column {found}, the matrix has {of.cols} columns",
-        5: "row {place}, entry {entry}: a zero that is not +0.0 in the middle of its row behind the largest delta of "
+        5: "row {place}, entry {entry}: a zero that is not +0.0 in the middle of its row after the largest delta of "
         "{of.delta_bits} bits, its delta is {found}",
-        6: "entry {entry}, behind the last one of the last row, is not zero",
+        6: "entry {entry}, after the last one of the last row, is not zero",
     }
 
     values: Tensor

@@ -49,12 +49,12 @@ def quantised(w: Tensor, kind: int) -> tuple[Tensor, Tensor]:
             row = first + int((~most.isfinite()).nonzero()[0])
             raise ValueError(f"row {row} of the weight has NaN or Inf, which {KINDS[kind]} with a scale does not hold")
         scale = torch.where(most > 0, over(most, _MOST[kind]).clamp(min=_SMALLEST_SCALE), 1)
-        held = rounded(wide, scale[:, None], kind)
-        off = (_values(held, scale[:, None], w.dtype) != rows).any(1).nonzero()[:, 0]
+        nearest = rounded(wide, scale[:, None], kind)
+        off = (_values(nearest, scale[:, None], w.dtype) != rows).any(1).nonzero()[:, 0]
         if len(off):
             scale[off] = _on_grid(rows[off], scale[off], kind)
-            held[off] = rounded(wide[off], scale[off, None], kind)
-        codes[first : first + step] = held
+            nearest[off] = rounded(wide[off], scale[off, None], kind)
+        codes[first : first + step] = nearest
         scales[first : first + step] = scale
     return codes, scales
 
@@ -107,8 +107,8 @@ def _on_grid(rows: Tensor, scales: Tensor, kind: int) -> Tensor:
             magnitudes[negative, counts[negative] - 1] *= -1
         for candidates in (_by_code, _of_11_bits):
             row, tried = candidates(most[left], kind)
-            held = (tried >= _SMALLEST_SCALE) & (tried < LARGEST_SCALE)
-            row, tried = left[row[held]], tried[held]
+            in_range = (tried >= _SMALLEST_SCALE) & (tried < LARGEST_SCALE)
+            row, tried = left[row[in_range]], tried[in_range]
             # By one first, the smallest, which few scales give; and by some of the others.
             for size in (1, 8, _MAGNITUDES):
                 places = counts[row, None] * torch.arange(size, device=row.device) // size
@@ -128,9 +128,9 @@ def _magnitudes(rows: Tensor) -> tuple[Tensor, Tensor]:
     row, bit = there.nonzero().unbind(1)
     counts = row.bincount(minlength=len(rows))
     place = torch.arange(len(row), device=rows.device) - (counts.cumsum(0) - counts)[row]
-    held = place < _MAGNITUDES
+    fits = place < _MAGNITUDES
     table = bits.new_zeros(len(rows), _MAGNITUDES)
-    table[row[held], place[held]] = bit[held].to(torch.int16)
+    table[row[fits], place[fits]] = bit[fits].to(torch.int16)
     return table.view(rows.dtype), counts
 
 

@@ -42,9 +42,9 @@ class Planes12Weight(PackedWeight):
     faults: ClassVar[Mapping[int, str]] = {
         1: "byte {found} of its table: expected 0, then rising bytes under 128 (float16: 16), then zeros",
         2: "row_ptr[{place}] is {found}, expected 0 at the start, never to fall, and the list's length at the end",
-        3: "row {place}, entry {entry}: column {found} is not behind the one before it, or outside of the matrix",
+        3: "row {place}, entry {entry}: column {found} is not after the one before it, or outside of the matrix",
         4: "row {place}, entry {entry}: what is listed at column {found} has a code, or stands in the planes too",
-        5: "row {place}: the nibble behind its last column is {found}, expected 0",
+        5: "row {place}: the nibble after its last column is {found}, expected 0",
     }
 
     low: Tensor

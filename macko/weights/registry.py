@@ -54,8 +54,8 @@ def not_a_stack(format: str) -> str:
         return ""
     if FORMATS[format].stacks:
         return "" if FORMATS[format].lossless else ROUNDED_EXPERTS
-    held = ", ".join(name for name, kind in FORMATS.items() if kind.stacks)
-    return f"{format} holds no stack of experts: {held} do"
+    stacking = ", ".join(name for name, kind in FORMATS.items() if kind.stacks)
+    return f"{format} holds no stack of experts: {stacking} do"
 
 
 def is_choosable(name: str) -> bool:

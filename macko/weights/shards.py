@@ -66,12 +66,12 @@ def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) 
 
 
 def _gathered_codes(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) -> PackedWeight:
-    own, own_scales = weight.coded()
-    numbers = _whole(own.view(torch.uint8), dim, (shape[0], shape[1] * own.itemsize), mesh).view(own.dtype)
+    codes, part_scales = weight.coded()
+    numbers = _whole(codes.view(torch.uint8), dim, (shape[0], shape[1] * codes.itemsize), mesh).view(codes.dtype)
     if dim == 0:
-        scales = _whole(own_scales, 0, shape[:1], mesh)
+        scales = _whole(part_scales, 0, shape[:1], mesh)
     else:
-        of_parts = _whole(own_scales[None], 0, (mesh.size(), len(own_scales)), mesh)
+        of_parts = _whole(part_scales[None], 0, (mesh.size(), len(part_scales)), mesh)
         scales = of_parts[0]
         if not torch.equal(of_parts, scales.expand_as(of_parts)):
             raise ValueError(

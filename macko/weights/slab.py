@@ -125,12 +125,12 @@ class Dense12Weight(SlabWeight):
     counted: ClassVar[tuple[str, ...]] = ("listed",)
     faults: ClassVar[Mapping[int, str]] = {
         1: "byte {found} of its table: expected 0, then rising bytes under 128 (float16: 16), then zeros",
-        2: f"{AT}: part {{found}} of its list does not begin where the one before it ends, or ends behind the slab",
-        3: f"{AT}: entry {{found}} of its list is not behind the one before it, or is of no place",
+        2: f"{AT}: part {{found}} of its list does not begin where the one before it ends, or ends after the slab",
+        3: f"{AT}: entry {{found}} of its list is not after the one before it, or is of no place",
         4: f"{AT}: entry {{found}} of its list has a code, is outside of the matrix, or what stands there is not +0.0",
         5: f"{AT}, byte {{found}}: an element outside of the matrix is not +0.0",
         6: f"{AT}, byte {{found}}: a code is not the lowest of its exponent",
-        7: f"{AT}, byte {{found}}: not zero behind the list",
+        7: f"{AT}, byte {{found}}: not zero after the list",
         8: "slab_units is {of.slab_units}, the fullest slab needs {found}",
     }
 
@@ -234,8 +234,8 @@ class Sparse11Weight(SlabWeight):
         4: "offsets ends with {found}, data has {of.data.shape[0]} elements, 64 a unit",
         5: f"{AT}, byte {{found}}: a code of no high byte, or of an element outside of the matrix",
         6: f"{AT}, byte {{found}}: not the start of these values",
-        7: f"{AT}, byte {{found}}: not where a part's values or its places in the list begin, or not zero behind them",
-        8: f"{AT}, byte {{found}}: not behind the place before it in the list, or of no place",
+        7: f"{AT}, byte {{found}}: not where a part's values or its places in the list begin, or not zero after them",
+        8: f"{AT}, byte {{found}}: not after the place before it in the list, or of no place",
         9: f"{AT}, byte {{found}}: a listed value is zero or has a code, or its place has one or is outside",
         10: f"{AT} has another size than the {{found}} units that its codes and its list say",
         11: f"{AT}, byte {{found}}: a zero is stored, or what is no value is not zero",

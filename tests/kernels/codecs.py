@@ -37,7 +37,7 @@ Faults = Iterator[tuple[str, SlabWeight]]
 
 
 def chain(cols: int) -> int:
-    """Roundings behind a product, in units of 2^-24.
+    """Roundings after a product, in units of 2^-24.
 
     Tensor cores align the 16 products of a step and the sum before it to the largest of them and cut them off at 2^-23
     of that: 17 times two units a step. Some 64 partial sums are added at the end.
@@ -164,7 +164,7 @@ class Codec:
     def assert_close(self, y: Tensor, source: Source, x: Tensor, bias: Tensor | None = None) -> None:
         """y against x W^T + bias, as the tensor cores round it, and by dense rows as the library does."""
         if y.is_cuda and x.shape[-1] and not by_rows(x.shape[:-1].numel()):
-            # Of codes there is a product with the scale behind the sums, and one addition.
+            # Of codes there is a product with the scale after the sums, and one addition.
             roundings = chain(x.shape[-1]) + 2 * (len(self.kinds) > 1)
             assert_close_spmv(y, self.unrounded(source), x, bias, chain=roundings)
         else:
@@ -300,8 +300,8 @@ class Sparse11(Codec):
         yield f"{at}, byte {self.parts_at}: not where a part", word(self.parts_at, part + 128)
         yield f"{at}, byte {self.end_at}: not where a part", word(self.end_at, 0)
         yield f"{at}, byte {self.end_at + 4}: not where a part", word(self.end_at + 4, 1)
-        yield f"{at}, byte {list_at + 4}: not behind the place before", word(list_at + 4, entry)
-        yield f"{at}, byte {list_at}: not behind the place before", word(list_at, -1)
+        yield f"{at}, byte {list_at + 4}: not after the place before", word(list_at + 4, entry)
+        yield f"{at}, byte {list_at}: not after the place before", word(list_at, -1)
         yield f"{at}, byte {list_at}: a listed value is zero", word(list_at, entry & ~0x7FFF)
         yield f"{at}, byte {end - 1}: a zero is stored, or what", changed(made, end - 1, 1)
         wide = torch.cat([made.data[: end // 2], torch.zeros_like(made.data[:64]), made.data[end // 2 :]])
@@ -386,12 +386,12 @@ class Dense12(Codec):
         yield f"{at}: part 0 of its list", word(part, 1)
         yield f"{at}: part 1 of its list", word(part + 1, 0)
         yield f"{at}: part 15 of its list", word(part + 15, 2000 << 16 | 12)
-        yield f"{at}: entry 1 of its list is not behind", word(entry + 1, first)
-        yield f"{at}: entry 0 of its list is not behind", word(entry, first | 1 << 10)
+        yield f"{at}: entry 1 of its list is not after", word(entry + 1, first)
+        yield f"{at}: entry 0 of its list is not after", word(entry, first | 1 << 10)
         yield f"{at}: entry 0 of its list has a code", word(entry, first & 0xFFFF | 0x3FC0 << 16)
         yield "slab 3 of row block 1, byte 2: an element outside", changed(made, 3 * slab + 2, 1)
         yield "slab 3 of row block 1, byte 1088: an element outside", changed(made, 3 * slab + 1088, 0x80)  # -0.0
-        yield f"{at}, byte {slab - 1}: not zero behind the list", changed(made, slab - 1, 1)
+        yield f"{at}, byte {slab - 1}: not zero after the list", changed(made, slab - 1, 1)
         yield "listed is 7, it has 12", replaced(made, listed=7)
         for units in (0, 192, 257):
             yield f"slab_units is {units}, expected 193 to 256", replaced(made, slab_units=units)

@@ -478,7 +478,7 @@ def test_any_other_byte_is_found(which: Codec, place: float, value: int) -> None
     fill=st.sampled_from((0.0001, 0.001, 0.5)),
 )
 def test_bytes_of_any_kind_are_checked(codec: Codec, more: list[int], seed: int, fill: float) -> None:
-    """Nothing is read behind them, whatever they are. Layouts are not in files, so verify.fuzz checks fields alone."""
+    """Nothing is read after them, whatever they are. Layouts are not in files, so verify.fuzz checks fields alone."""
     units = [max(0, codec.head + rows) for rows in (more if codec.is_sparse else [more[0]] * 4)]
     random = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 256, (128 * max(sum(units), 4 * codec.head),), generator=random, dtype=torch.uint8)

@@ -251,7 +251,7 @@ static int check_block(const macko_slab_many_plan *plan, int block, uint8_t *cov
         EXPECT(3, place.row_tile < schedule->row_tiles && place.token_tile < schedule->token_tiles);
         /* Whole tiles come first, then sums are given; what waits for others comes last. */
         EXPECT(4, s.first == 0 || (first_split && s.tile < schedule->split));
-        /* Each block has some of what is given or of what comes behind it. */
+        /* Each block has some of what is given or of what comes after it. */
         EXPECT(12, own_given < 0 || own_given + macko_slab_own_count(&s) > 0);
         own_given = s.first ? macko_slab_own_count(&s) : -1;
         EXPECT(5, s.fixes_up == (s.first == 0 && s.end < half_slabs));
@@ -547,7 +547,7 @@ def test_tiles_are_split_only_where_it_pays_beyond_l2(plans: ctypes.CDLL) -> Non
 @pytest.mark.parametrize("size", [{"rows": 40}, {"cols": 69}])
 @pytest.mark.parametrize("device", devices())
 def test_a_value_just_outside_is_refused(device: str, size: dict[str, int]) -> None:
-    """In the row behind the last one, or the column; the slabs are the same."""
+    """In the row after the last one, or the column; the slabs are the same."""
     tile = packed(torch.ones(41, 70, dtype=torch.float16), device)
     tile.validate()
     with pytest.raises(ValueError, match="of its masks has a value outside of the matrix"):

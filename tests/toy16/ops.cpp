@@ -12,16 +12,8 @@ struct Toy16 {
     using Matrix = macko_toy16_matrix;
     using Element = uint16_t;
     static constexpr auto write = MACKO_HERE(macko_toy16_write);
-#ifndef USE_CUDA
     static constexpr auto unpack = macko_toy16_unpack_cpu;
-#endif
     static constexpr auto check = macko_toy16_check_cpu;
-    static int widest(const Matrix &) {
-        return MACKO_TOY16_SLAB_BYTES / MACKO_SLAB_UNIT;
-    }
-    static bool waits(const Matrix &) {
-        return true;
-    }
     static int slab_units(const macko_slab_totals &) {
         return MACKO_TOY16_SLAB_BYTES / MACKO_SLAB_UNIT;
     }

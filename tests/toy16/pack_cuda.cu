@@ -22,7 +22,5 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_toy16_matrix 
 } // namespace
 
 cudaError_t macko_toy16_write_cuda(const macko_toy16_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
-    const int64_t slabs = macko_slab_count(m->rows, m->cols);
-    if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, (uint16_t *)data);
-    return cudaGetLastError();
+    return launch_slabs(m, stream, write_slabs, *m, (const uint16_t *)w, (uint16_t *)data);
 }

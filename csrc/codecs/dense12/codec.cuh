@@ -76,9 +76,9 @@ struct dense12 {
         uint32_t low[2][4], bounds;
 
         __device__ __forceinline__ few_reader(const constants &weights, int tile, int slice, int lane) : lane(lane) {
-            for (int i = 0; i < 2; i++) table[i] = held(weights.table[i]); // else they are loaded at every use
-            own = held(tile * TILE_BYTES + slice * MACKO_DENSE12_SLICE_BYTES + lane * MACKO_DENSE12_CHUNK);
-            bounds_at = held(MACKO_DENSE12_BOUNDS_AT + (tile * MACKO_SLAB_SLICES + slice) * 4);
+            for (int i = 0; i < 2; i++) table[i] = opaque(weights.table[i]); // else they are loaded at every use
+            own = opaque(tile * TILE_BYTES + slice * MACKO_DENSE12_SLICE_BYTES + lane * MACKO_DENSE12_CHUNK);
+            bounds_at = opaque(MACKO_DENSE12_BOUNDS_AT + (tile * MACKO_SLAB_SLICES + slice) * 4);
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &) {

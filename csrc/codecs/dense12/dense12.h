@@ -30,15 +30,12 @@
  *                first. Those of a slice of a tile are entries [bounds & 0xffff, bounds >> 16) of the slab
  *   outside of the matrix elements are +0.0
  */
-#ifndef MACKO_DENSE12_H
-#define MACKO_DENSE12_H
+#pragma once
 
 #include "../../core/types.h"
 #include "../../slab/slab.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 enum {
     MACKO_DENSE12_STEPS = 4,  /* of a tile */
@@ -79,18 +76,11 @@ MACKO_SLAB_FN int macko_dense12_has_lower_bits(macko_dtype dtype, uint32_t value
  * 8192 x 8192 40.0 / 28.9, 28672 x 8192 143 / 93 (H200). */
 #define MACKO_DENSE12_FEW_COLS 4096
 
-/*
- * CPU, the reference order, of a piece of a matrix: whole row blocks. histogram adds to counts. count adds the elements that
- * are listed to the totals. write fills all of the slabs.
- */
-void macko_dense12_histogram_cpu(const macko_dense12_matrix *m, const uint16_t *w, int64_t counts[128]);
-void macko_dense12_count_cpu(const macko_dense12_matrix *m, const uint16_t *w, int32_t *offsets,
-                             macko_slab_totals *totals);
-void macko_dense12_write_cpu(const macko_dense12_matrix *m, const uint16_t *w, uint8_t *data);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int64_t count, uint16_t *w);
+MACKO_SLAB_CODEC(dense12, uint16_t)
+MACKO_SLAB_CODEC_COUNT(dense12, uint16_t) /* there are no offsets: adds to the totals */
+MACKO_SLAB_CODEC_HISTOGRAM(dense12, 128)  /* by e[7:1], but for those with lower bits */
 
-/* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
+/* macko_fault.kind. */
 enum {
     MACKO_DENSE12_OK = 0,
     MACKO_DENSE12_TABLE_ORDER, /* the table is not 0, then rising, then zeros, all e[7:1]; found: the byte's place */
@@ -103,28 +93,4 @@ enum {
     MACKO_DENSE12_WIDEST,  /* no slab needs so many units; found: how many */
 };
 
-/* What packing cannot have made, first of all where reading would be unsafe. found without a fault: elements listed. */
-macko_fault macko_dense12_check_cpu(const macko_dense12_matrix *m);
-
-#ifdef MACKO_SLAB_CUDA
-
-/*
- * Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device
- * pointers but for the struct. Packing: histogram, the host makes the table; count, the host allocates; write.
- */
-
-/* counts[h] += elements of the dense w [m->rows, m->cols] with h as e[7:1], but for those with lower bits. */
-cudaError_t macko_dense12_histogram_cuda(const macko_dense12_matrix *m, const void *w, int64_t counts[128],
-                                         cudaStream_t stream);
-/* Adds the elements that are listed to the totals; there are no offsets. */
-cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *w, int32_t *offsets,
-                                     macko_slab_totals *totals, cudaStream_t stream);
-/* The slabs of the dense w [m->rows, m->cols] into data. */
-cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-#endif
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

@@ -18,13 +18,8 @@ struct Dense12 {
     static constexpr auto histogram = MACKO_HERE(macko_dense12_histogram);
     static constexpr auto count = MACKO_HERE(macko_dense12_count);
     static constexpr auto write = MACKO_HERE(macko_dense12_write);
-#ifndef USE_CUDA
     static constexpr auto unpack = macko_dense12_unpack_cpu;
-#endif
     static constexpr auto check = macko_dense12_check_cpu;
-    static int widest(const Matrix &m) {
-        return m.slab_units;
-    }
     static bool waits(const Matrix &m) {
         return m.cols > MACKO_DENSE12_FEW_COLS;
     }

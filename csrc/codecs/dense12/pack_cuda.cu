@@ -14,6 +14,10 @@ struct dense12_table {
     uint32_t words[2];
 };
 
+dense12_table table_of(const macko_dense12_matrix *m) {
+    return {m->table[0], m->table[1]};
+}
+
 __device__ __forceinline__ int high_of(uint32_t split) {
     return split >> 8 & (HIGHS - 1);
 }
@@ -164,17 +168,10 @@ cudaError_t macko_dense12_histogram_cuda(const macko_dense12_matrix *m, const vo
 
 cudaError_t macko_dense12_count_cuda(const macko_dense12_matrix *m, const void *w, int32_t *, macko_slab_totals *totals,
                                      cudaStream_t stream) {
-    const int64_t slabs = macko_slab_count(m->rows, m->cols);
-    if (slabs)
-        count_listed<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols, m->dtype,
-                                                              {m->table[0], m->table[1]}, totals);
-    return cudaGetLastError();
+    return launch_slabs(m, stream, count_listed, (const uint16_t *)w, m->rows, m->cols, m->dtype, table_of(m), totals);
 }
 
 cudaError_t macko_dense12_write_cuda(const macko_dense12_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
-    const int64_t slabs = macko_slab_count(m->rows, m->cols);
-    if (slabs)
-        write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols, m->dtype,
-                                                             {m->table[0], m->table[1]}, m->slab_units, data);
-    return cudaGetLastError();
+    return launch_slabs(m, stream, write_slabs, (const uint16_t *)w, m->rows, m->cols, m->dtype, table_of(m),
+                        m->slab_units, data);
 }

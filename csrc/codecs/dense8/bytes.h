@@ -1,12 +1,9 @@
 /* What a value of 8 bits is, in the layouts dense8 and sparse8: a code, times a scale that its row has. */
-#ifndef MACKO_DENSE8_BYTES_H
-#define MACKO_DENSE8_BYTES_H
+#pragma once
 
 #include "../../slab/slab.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 typedef enum macko_byte_kind {
     MACKO_E4M3 = 0, /* float8_e4m3fn; neither -0.0 nor NaN */
@@ -18,16 +15,16 @@ typedef enum macko_byte_kind {
 #define MACKO_BYTE_LARGEST_SCALE 0x1p122f
 
 /*
- * A code as a layout holds it, and back. Of int8 numbers count from 0 up, -128 first. Of e4m3 for bfloat16 the low seven bits
+ * A code as a slab stores it, and back. Of int8 numbers count from 0 up, -128 first. Of e4m3 for bfloat16 the low seven bits
  * are rotated, | s | eeee | mmm | to | s | e0 mmm | e3 e2 e1 |: each part is then a byte of a bfloat16 but for its place.
  */
-MACKO_SLAB_FN uint8_t macko_byte_held(macko_byte_kind kind, macko_dtype dtype, uint8_t code) {
+MACKO_SLAB_FN uint8_t macko_byte_stored(macko_byte_kind kind, macko_dtype dtype, uint8_t code) {
     if (kind == MACKO_INT8) return (uint8_t)(code ^ 0x80);
     return (uint8_t)(dtype == MACKO_BF16 ? (code & 0x80) | (code << 3 & 0x78) | (code >> 4 & 7) : code);
 }
-MACKO_SLAB_FN uint8_t macko_byte_code(macko_byte_kind kind, macko_dtype dtype, uint8_t held) {
-    if (kind == MACKO_INT8) return (uint8_t)(held ^ 0x80);
-    return (uint8_t)(dtype == MACKO_BF16 ? (held & 0x80) | (held << 4 & 0x70) | (held >> 3 & 15) : held);
+MACKO_SLAB_FN uint8_t macko_byte_code(macko_byte_kind kind, macko_dtype dtype, uint8_t stored) {
+    if (kind == MACKO_INT8) return (uint8_t)(stored ^ 0x80);
+    return (uint8_t)(dtype == MACKO_BF16 ? (stored & 0x80) | (stored << 4 & 0x70) | (stored >> 3 & 15) : stored);
 }
 
 /* Zero; of e4m3 -0.0 too. */
@@ -48,8 +45,4 @@ MACKO_SLAB_FN float macko_byte_value(macko_byte_kind kind, uint8_t code) {
     return code & 0x80 ? -size : size;
 }
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

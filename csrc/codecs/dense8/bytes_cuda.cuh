@@ -10,7 +10,7 @@ namespace macko {
 __device__ __forceinline__ uint32_t load_code(const uint8_t *w, int64_t rows, int64_t cols, int64_t row, int64_t col,
                                               macko_byte_kind kind, macko_dtype dtype) {
     const uint8_t code = row < rows && col < cols ? w[row * cols + col] : 0;
-    return macko_byte_held(kind, dtype, macko_byte_is_zero(kind, code) ? 0 : code);
+    return macko_byte_stored(kind, dtype, macko_byte_is_zero(kind, code) ? 0 : code);
 }
 
 // A lane's codes of a step of a slice, four a word.

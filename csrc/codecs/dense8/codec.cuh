@@ -32,7 +32,7 @@ struct dense8 {
         uint32_t two[2][4];
 
         __device__ __forceinline__ few_reader(const constants &, int tile, int slice, int lane) {
-            own = held(tile * TILE_BYTES + slice * MACKO_DENSE8_SLICE_BYTES + lane * MACKO_DENSE8_CHUNK);
+            own = opaque(tile * TILE_BYTES + slice * MACKO_DENSE8_SLICE_BYTES + lane * MACKO_DENSE8_CHUNK);
         }
         template <int STEP, int TILE>
         __device__ __forceinline__ void prepare(uint32_t slab, const constants &) {

@@ -10,15 +10,12 @@
  *   element  i of step b is byte 8 (b % 2) + i
  *   outside of the matrix codes are 0
  */
-#ifndef MACKO_DENSE8_H
-#define MACKO_DENSE8_H
+#pragma once
 
 #include "../../core/types.h"
 #include "bytes.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 enum {
     MACKO_DENSE8_STEPS = 4,  /* of a tile */
@@ -36,12 +33,9 @@ typedef struct macko_dense8_matrix {
     macko_dtype dtype; /* of x and y, MACKO_BF16 or MACKO_F16 */
 } macko_dense8_matrix;
 
-/* CPU, the reference order, of a piece of the codes w [rows, cols]: whole row blocks. */
-void macko_dense8_write_cpu(const macko_dense8_matrix *m, const uint8_t *w, uint8_t *data);
-/* The dense rows [first, first + count), w [count, cols]: codes times scales, rounded to dtype; first and count are any. */
-void macko_dense8_unpack_cpu(const macko_dense8_matrix *m, int64_t first, int64_t count, uint16_t *w);
+MACKO_SLAB_CODEC(dense8, uint8_t)
 
-/* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
+/* macko_fault.kind. */
 enum {
     MACKO_DENSE8_OK = 0,
     MACKO_DENSE8_SCALE,   /* a scale is not above 0, or too large; found: the row */
@@ -49,23 +43,7 @@ enum {
     MACKO_DENSE8_CODE,    /* a code is NaN or -0.0; found: byte of the slab */
 };
 
-/* What packing cannot have made. */
-macko_fault macko_dense8_check_cpu(const macko_dense8_matrix *m);
-
 /* A row of which the scale is not above 0 or is too large, or -1. */
 int64_t macko_bad_scale_cpu(const float *scales, int64_t rows);
 
-#ifdef MACKO_SLAB_CUDA
-
-/* Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device pointers
- * but for the struct. */
-
-/* The slabs of the codes w [m->rows, m->cols] into data. */
-cudaError_t macko_dense8_write_cuda(const macko_dense8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-#endif
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

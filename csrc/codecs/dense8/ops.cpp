@@ -12,16 +12,8 @@ struct Dense8 {
     using Matrix = macko_dense8_matrix;
     using Element = uint8_t;
     static constexpr auto write = MACKO_HERE(macko_dense8_write);
-#ifndef USE_CUDA
     static constexpr auto unpack = macko_dense8_unpack_cpu;
-#endif
     static constexpr auto check = macko_dense8_check_cpu;
-    static int widest(const Matrix &) {
-        return MACKO_DENSE8_UNITS;
-    }
-    static bool waits(const Matrix &) {
-        return false;
-    }
     static int slab_units(const macko_slab_totals &) {
         return MACKO_DENSE8_UNITS;
     }

@@ -21,7 +21,7 @@ void macko_dense8_write_cpu(const macko_dense8_matrix *m, const uint8_t *w, uint
                 const bool inside = at.row < m->rows && at.col < m->cols;
                 const uint8_t code = inside ? w[at.row * m->cols + at.col] : 0;
                 data[slab * MACKO_DENSE8_SLAB_BYTES + byte_at(tile_slice, place)] =
-                    macko_byte_held(m->kind, m->dtype, macko_byte_is_zero(m->kind, code) ? 0 : code);
+                    macko_byte_stored(m->kind, m->dtype, macko_byte_is_zero(m->kind, code) ? 0 : code);
             }
         }
 }
@@ -36,9 +36,9 @@ void macko_dense8_unpack_cpu(const macko_dense8_matrix *m, int64_t first, int64_
             for (int place = 0; place < TILE_SLICE_PLACES; place++) {
                 const origin at = place_of(here, place);
                 if (at.row < first || at.row >= stop || at.col >= m->cols) continue;
-                const uint8_t held = m->data[slab * MACKO_DENSE8_SLAB_BYTES + byte_at(tile_slice, place)];
+                const uint8_t stored = m->data[slab * MACKO_DENSE8_SLAB_BYTES + byte_at(tile_slice, place)];
                 macko_store(w, m->dtype, (at.row - first) * m->cols + at.col,
-                            macko_byte_value(m->kind, macko_byte_code(m->kind, m->dtype, held)) * m->scales[at.row]);
+                            macko_byte_value(m->kind, macko_byte_code(m->kind, m->dtype, stored)) * m->scales[at.row]);
             }
         }
 }

@@ -24,7 +24,5 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_dense8_matrix
 } // namespace
 
 cudaError_t macko_dense8_write_cuda(const macko_dense8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
-    const int64_t slabs = macko_slab_count(m->rows, m->cols);
-    if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint8_t *)w, data);
-    return cudaGetLastError();
+    return launch_slabs(m, stream, write_slabs, *m, (const uint8_t *)w, data);
 }

@@ -17,7 +17,7 @@ struct sparse11_weights {
 };
 
 // What every step multiplies with or looks up, in registers: the compiler would load or make a number at each use whose
-// origin it knows, also through `held`. And factors that it does not know it does not turn into shifts and additions, of
+// origin it knows, also through `opaque`. And factors that it does not know it does not turn into shifts and additions, of
 // which the ALU has enough.
 struct sparse11_numbers {
     uint32_t table[2], one, four, upper, first_ranks, last_ranks;
@@ -142,9 +142,9 @@ struct sparse11 {
 
         __device__ __forceinline__ reader(const constants &weights, int tile, int slice, int lane)
             : columns(sparse11_numbers(weights, lane, HALF ? threadIdx.y : 0)) {
-            codes_at = held((tile * MACKO_SLAB_SLICES + slice) * MACKO_SPARSE11_SLICE_BYTES + lane * 4);
-            start_at = held(MACKO_SPARSE11_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
-            where_at = held(MACKO_SPARSE11_SLICES_AT + (tile * MACKO_SLAB_SLICES + slice) * 4);
+            codes_at = opaque((tile * MACKO_SLAB_SLICES + slice) * MACKO_SPARSE11_SLICE_BYTES + lane * 4);
+            start_at = opaque(MACKO_SPARSE11_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
+            where_at = opaque(MACKO_SPARSE11_SLICES_AT + (tile * MACKO_SLAB_SLICES + slice) * 4);
             this->hold(tile, lane);
         }
         template <int STEP, int TILE>

@@ -15,16 +15,8 @@ struct Sparse11 {
     static constexpr auto histogram = MACKO_HERE(macko_sparse11_histogram);
     static constexpr auto count = MACKO_HERE(macko_sparse11_count);
     static constexpr auto write = MACKO_HERE(macko_sparse11_write);
-#ifndef USE_CUDA
     static constexpr auto unpack = macko_sparse11_unpack_cpu;
-#endif
     static constexpr auto check = macko_sparse11_check_cpu;
-    static int widest(const Matrix &m) {
-        return m.widest;
-    }
-    static bool waits(const Matrix &) { // also with three stages: the kernel for many takes longer to decode
-        return false;
-    }
     static macko_dtype check_type(const char *op, const char *name, const Tensor &t) {
         return check_bfloat16(op, name, t, "sparse11");
     }

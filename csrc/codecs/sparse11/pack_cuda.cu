@@ -219,14 +219,10 @@ cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const 
 
 cudaError_t macko_sparse11_count_cuda(const macko_sparse11_matrix *m, const void *w, int32_t *offsets,
                                       macko_slab_totals *totals, cudaStream_t stream) {
-    const int64_t slabs = macko_slab_count(m->rows, m->cols);
-    if (slabs) count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, offsets, totals);
-    return cudaGetLastError();
+    return launch_slabs(m, stream, count_slabs, *m, (const uint16_t *)w, offsets, totals);
 }
 
 cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void *w, uint8_t *data,
                                       cudaStream_t stream) {
-    const int64_t slabs = macko_slab_count(m->rows, m->cols);
-    if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint16_t *)w, data);
-    return cudaGetLastError();
+    return launch_slabs(m, stream, write_slabs, *m, (const uint16_t *)w, data);
 }

@@ -34,15 +34,12 @@
  *                step << 24 | lane << 19 | i << 16 | value, the
  *                lower first, then MACKO_SPARSE11_END
  */
-#ifndef MACKO_SPARSE11_H
-#define MACKO_SPARSE11_H
+#pragma once
 
 #include "../../core/types.h"
 #include "../../slab/slab.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 #define MACKO_SPARSE11_END 0xffffffffu /* above every place of the list */
 
@@ -102,19 +99,11 @@ MACKO_SLAB_FN bool macko_sparse11_has_low_bits(macko_dtype dtype, uint32_t value
     return value & ((1u << macko_sparse11_low_bits(dtype)) - 1);
 }
 
-/*
- * CPU, the reference order, of a piece of a matrix: whole row blocks, and the offsets from its first slab on. histogram adds
- * to counts. count writes offsets[i + 1] = units of slab i, and adds to the totals; the caller adds the offsets up. write
- * fills all of the slabs.
- */
-void macko_sparse11_histogram_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int64_t counts[256]);
-void macko_sparse11_count_cpu(const macko_sparse11_matrix *m, const uint16_t *w, int32_t *offsets,
-                              macko_slab_totals *totals);
-void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w, uint8_t *data);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-void macko_sparse11_unpack_cpu(const macko_sparse11_matrix *m, int64_t first, int64_t count, uint16_t *w);
+MACKO_SLAB_CODEC(sparse11, uint16_t)
+MACKO_SLAB_CODEC_COUNT(sparse11, uint16_t)
+MACKO_SLAB_CODEC_HISTOGRAM(sparse11, 256)
 
-/* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
+/* macko_fault.kind. */
 enum {
     MACKO_SPARSE11_OK = 0,
     MACKO_SPARSE11_TABLE_ORDER, /* the table is not 0, then rising, then zeros, of float16 under 32; found: the byte's place */
@@ -130,32 +119,4 @@ enum {
     MACKO_SPARSE11_ZERO,  /* not zero where no value is; found: byte of the slab */
 };
 
-/* What packing cannot have made, first of all where reading would be unsafe. m->units are those of data. Without a
- * fault found are the values of the matrix, and entry those of them that are listed. */
-macko_fault macko_sparse11_check_cpu(const macko_sparse11_matrix *m);
-
-#ifdef MACKO_SLAB_CUDA
-
-/*
- * Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device
- * pointers but for the structs and tables. Packing: histogram for all rows, piece by piece; the host makes the table;
- * count likewise; scan; the host allocates; write for all rows. A piece begins at a row block; its m has the offsets of
- * its first slab on.
- */
-
-/* counts[h] += values of the dense w [m->rows, m->cols] whose high byte is h. */
-cudaError_t macko_sparse11_histogram_cuda(const macko_sparse11_matrix *m, const void *w, int64_t counts[256],
-                                          cudaStream_t stream);
-/* offsets[i + 1] = units of slab i of w; adds to totals->stored and listed, and raises totals->fullest. */
-cudaError_t macko_sparse11_count_cuda(const macko_sparse11_matrix *m, const void *w, int32_t *offsets,
-                                      macko_slab_totals *totals, cudaStream_t stream);
-/* The slabs of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
-cudaError_t macko_sparse11_write_cuda(const macko_sparse11_matrix *m, const void *w, uint8_t *data,
-                                      cudaStream_t stream);
-#endif
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

@@ -87,9 +87,9 @@ struct sparse8 {
 
         __device__ __forceinline__ reader(const constants &, int tile, int slice, int lane)
             : columns(sparse8_numbers(lane, HALF ? threadIdx.y : 0)) {
-            mask_at = held(slab_mask_at(0, tile, slice, lane));
-            start_at = held(MACKO_SPARSE8_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
-            slice_at = held(MACKO_SPARSE8_SLICES_AT + slice * 4);
+            mask_at = opaque(slab_mask_at(0, tile, slice, lane));
+            start_at = opaque(MACKO_SPARSE8_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
+            slice_at = opaque(MACKO_SPARSE8_SLICES_AT + slice * 4);
             this->hold(tile, lane);
         }
         template <int STEP, int TILE>

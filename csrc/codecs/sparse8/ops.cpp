@@ -13,16 +13,8 @@ struct Sparse8 {
     using Element = uint8_t;
     static constexpr auto count = MACKO_HERE(macko_sparse8_count);
     static constexpr auto write = MACKO_HERE(macko_sparse8_write);
-#ifndef USE_CUDA
     static constexpr auto unpack = macko_sparse8_unpack_cpu;
-#endif
     static constexpr auto check = macko_sparse8_check_cpu;
-    static int widest(const Matrix &m) {
-        return m.widest;
-    }
-    static bool waits(const Matrix &) {
-        return false;
-    }
     static Matrix matrix_of(const char *op, const Packed &p) {
         const macko_dtype dtype =
             check_slabs(op, p, macko_sparse8_units(0), macko_sparse8_units(MACKO_SPARSE8_MOST_ROWS), check_16_bits);

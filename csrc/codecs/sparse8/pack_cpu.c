@@ -89,7 +89,7 @@ void macko_sparse8_write_cpu(const macko_sparse8_matrix *m, const uint8_t *w, ui
                         if (!(masks[tile][lane] >> nth_bit(n) & 1)) continue;
                         const origin at = nth_element(tile_slice, lane, n);
                         begin[values_at + (uint32_t)value_at(plan.starts[lane], lane, tile / HALF_TILES, k++)] =
-                            macko_byte_held(m->kind, m->dtype, w[at.row * m->cols + at.col]);
+                            macko_byte_stored(m->kind, m->dtype, w[at.row * m->cols + at.col]);
                     }
                 }
             }
@@ -115,11 +115,11 @@ void macko_sparse8_unpack_cpu(const macko_sparse8_matrix *m, int64_t first, int6
                 int k = first_in_half(starts, tile);
                 for (int n = 0; n < LANE_VALUES; n++) {
                     if (!(mask >> nth_bit(n) & 1)) continue;
-                    const uint8_t held = values[value_at(starts, lane, tile / HALF_TILES, k++)];
+                    const uint8_t stored = values[value_at(starts, lane, tile / HALF_TILES, k++)];
                     const origin at = nth_element(here, lane, n);
                     if (at.row >= first && at.row < stop)
                         macko_store(w, m->dtype, (at.row - first) * m->cols + at.col,
-                                    macko_byte_value(m->kind, macko_byte_code(m->kind, m->dtype, held)) *
+                                    macko_byte_value(m->kind, macko_byte_code(m->kind, m->dtype, stored)) *
                                         m->scales[at.row]);
                 }
             }

@@ -17,7 +17,7 @@ __device__ __forceinline__ int nth_in_step(int n) {
 // The lane's masks of a slice.
 __device__ __forceinline__ void find_masks(const macko_sparse8_matrix &m, const uint8_t *w, const slice_of &from,
                                            uint32_t (&masks)[TILES]) {
-    const uint32_t zero = macko_byte_held(m.kind, m.dtype, 0);
+    const uint32_t zero = macko_byte_stored(m.kind, m.dtype, 0);
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++) {
         masks[tile] = 0;
@@ -105,13 +105,9 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matri
 
 cudaError_t macko_sparse8_count_cuda(const macko_sparse8_matrix *m, const void *w, int32_t *offsets,
                                      macko_slab_totals *totals, cudaStream_t stream) {
-    const int64_t slabs = macko_slab_count(m->rows, m->cols);
-    if (slabs) count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint8_t *)w, offsets, totals);
-    return cudaGetLastError();
+    return launch_slabs(m, stream, count_slabs, *m, (const uint8_t *)w, offsets, totals);
 }
 
 cudaError_t macko_sparse8_write_cuda(const macko_sparse8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
-    const int64_t slabs = macko_slab_count(m->rows, m->cols);
-    if (slabs) write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(*m, (const uint8_t *)w, data);
-    return cudaGetLastError();
+    return launch_slabs(m, stream, write_slabs, *m, (const uint8_t *)w, data);
 }

@@ -18,15 +18,12 @@
  *   starts       of a lane in a slice, as there
  *   slices       the byte of the slab where the slice's values begin. What no value takes is 0
  */
-#ifndef MACKO_SPARSE8_H
-#define MACKO_SPARSE8_H
+#pragma once
 
 #include "../../core/types.h"
 #include "../dense8/bytes.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 enum {
     MACKO_SPARSE8_STEPS = 4, /* of a tile */
@@ -58,18 +55,10 @@ MACKO_SLAB_FN int macko_sparse8_bit(int step, int i) {
     return 4 * i + (step < 3 ? 2 - step : 3);
 }
 
-/*
- * CPU, the reference order, of a piece of the codes w [rows, cols]: whole row blocks, and the offsets from its first slab on.
- * count writes offsets[i + 1] = units of slab i, and adds to totals->stored; the caller adds the offsets up. write fills all
- * of the slabs.
- */
-void macko_sparse8_count_cpu(const macko_sparse8_matrix *m, const uint8_t *w, int32_t *offsets,
-                             macko_slab_totals *totals);
-void macko_sparse8_write_cpu(const macko_sparse8_matrix *m, const uint8_t *w, uint8_t *data);
-/* The dense rows [first, first + count), w [count, cols]: codes times scales, rounded to dtype; first and count are any. */
-void macko_sparse8_unpack_cpu(const macko_sparse8_matrix *m, int64_t first, int64_t count, uint16_t *w);
+MACKO_SLAB_CODEC(sparse8, uint8_t)
+MACKO_SLAB_CODEC_COUNT(sparse8, uint8_t)
 
-/* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
+/* macko_fault.kind. */
 enum {
     MACKO_SPARSE8_OK = 0,
     MACKO_SPARSE8_SCALE,   /* a scale is not above 0, or too large; found: the row */
@@ -83,24 +72,4 @@ enum {
     MACKO_SPARSE8_CODE,    /* a stored code is zero or NaN, or not zero where no value is; found: byte of the slab */
 };
 
-/* What packing cannot have made, first of all where reading would be unsafe. m->units are those of data. found without a
- * fault: the values of the matrix. */
-macko_fault macko_sparse8_check_cpu(const macko_sparse8_matrix *m);
-
-#ifdef MACKO_SLAB_CUDA
-
-/* Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device pointers
- * but for the struct. Packing: count; macko_slab_scan_cuda; the host allocates; write. */
-
-/* offsets[i + 1] = units of slab i of the codes w [m->rows, m->cols]; adds to totals->stored. */
-cudaError_t macko_sparse8_count_cuda(const macko_sparse8_matrix *m, const void *w, int32_t *offsets,
-                                     macko_slab_totals *totals, cudaStream_t stream);
-/* The slabs of w into data. */
-cudaError_t macko_sparse8_write_cuda(const macko_sparse8_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-#endif
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

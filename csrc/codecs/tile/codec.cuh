@@ -36,14 +36,14 @@ struct sparse16 {
 
         __device__ __forceinline__ reader(const constants &, int tile, int slice, int lane) : numbers(lane) {
             const bool tail = tile >= MACKO_SLAB_TILES / 2, odd = tile % 2;
-            words = held((slice * MACKO_SLAB_LANES + lane) * 4);
-            tile_words = held(words + tile * MACKO_SLAB_MASK_BYTES);
-            first = held(slice * 2);
-            spill_mask = held(tail ? ~0u : 0);
-            column = held(tail ? 0 : lane * 4 + ((lane * 4 + 2) << 16));
-            words_before = held(odd ? tile_words - MACKO_SLAB_MASK_BYTES : tile_words);
-            low = held(odd ? MACKO_TILE_STREAM_BITS : 0);
-            high = held(low << 4);
+            words = opaque((slice * MACKO_SLAB_LANES + lane) * 4);
+            tile_words = opaque(words + tile * MACKO_SLAB_MASK_BYTES);
+            first = opaque(slice * 2);
+            spill_mask = opaque(tail ? ~0u : 0);
+            column = opaque(tail ? 0 : lane * 4 + ((lane * 4 + 2) << 16));
+            words_before = opaque(odd ? tile_words - MACKO_SLAB_MASK_BYTES : tile_words);
+            low = opaque(odd ? MACKO_TILE_STREAM_BITS : 0);
+            high = opaque(low << 4);
         }
         // Its mask is read, its streams are found, and their first values loaded.
         template <int STEP, int TILE>

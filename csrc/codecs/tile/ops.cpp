@@ -14,13 +14,8 @@ struct Tile {
     static constexpr auto check_type = check_16_bits;
     static constexpr auto count = MACKO_HERE(macko_tile_count);
     static constexpr auto write = MACKO_HERE(macko_tile_write);
-#ifndef USE_CUDA
     static constexpr auto unpack = macko_tile_unpack_cpu;
-#endif
     static constexpr auto check = macko_tile_check_cpu;
-    static int widest(const Matrix &m) {
-        return m.widest;
-    }
     static bool waits(const Matrix &m) {
         return m.widest * MACKO_SLAB_UNIT > MACKO_TILE_FOUR_STAGES;
     }

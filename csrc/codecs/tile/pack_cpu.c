@@ -104,7 +104,7 @@ static void load_masks(const uint8_t *slab, int slice, slice_masks masks) {
         memcpy(masks[tile], slab + tile * MACKO_SLAB_MASK_BYTES + slice * (MACKO_SLAB_LANES * 4), MACKO_SLAB_LANES * 4);
 }
 
-void macko_tile_count_cpu(const macko_tile_matrix *m, const void *w, int32_t *offsets, macko_slab_totals *totals) {
+void macko_tile_count_cpu(const macko_tile_matrix *m, const uint16_t *w, int32_t *offsets, macko_slab_totals *totals) {
     for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         const origin from = slab_origin(m->cols, slab);
         int value_rows = 0;
@@ -119,7 +119,7 @@ void macko_tile_count_cpu(const macko_tile_matrix *m, const void *w, int32_t *of
     }
 }
 
-void macko_tile_write_cpu(const macko_tile_matrix *m, const void *w, uint8_t *data) {
+void macko_tile_write_cpu(const macko_tile_matrix *m, const uint16_t *w, uint8_t *data) {
     for (int64_t slab = 0; slab < macko_slab_count(m->rows, m->cols); slab++) {
         const origin from = slab_origin(m->cols, slab);
         uint8_t *const begin = data + (int64_t)m->offsets[slab] * MACKO_SLAB_UNIT;
@@ -143,7 +143,7 @@ void macko_tile_write_cpu(const macko_tile_matrix *m, const void *w, uint8_t *da
                 const int count = elements_of(masks, lane, stream, tail, places);
                 for (int k = 0; k < count; k++, to += MACKO_TILE_ROW_BYTES) {
                     const int64_t r = row + places[k] / MACKO_SLAB_COLS, c = col + places[k] % MACKO_SLAB_COLS;
-                    store_16(to, ((const uint16_t *)w)[r * m->cols + c]);
+                    store_16(to, w[r * m->cols + c]);
                 }
             }
             value_rows += plan.rows;
@@ -151,7 +151,7 @@ void macko_tile_write_cpu(const macko_tile_matrix *m, const void *w, uint8_t *da
     }
 }
 
-void macko_tile_unpack_cpu(const macko_tile_matrix *m, int64_t first, int64_t count, void *w) {
+void macko_tile_unpack_cpu(const macko_tile_matrix *m, int64_t first, int64_t count, uint16_t *w) {
     const int64_t slabs = macko_slabs_across(m->cols), stop = first + count;
     memset(w, 0, (size_t)(count * m->cols * 2));
     for (int64_t block = first / MACKO_SLAB_ROWS; block * MACKO_SLAB_ROWS < stop; block++)
@@ -174,7 +174,7 @@ void macko_tile_unpack_cpu(const macko_tile_matrix *m, int64_t first, int64_t co
                     const int found = elements_of(masks, lane, stream, tail, places);
                     for (int k = 0; k < found; k++, from += MACKO_TILE_ROW_BYTES) {
                         const int64_t r = row + places[k] / MACKO_SLAB_COLS, c = col + places[k] % MACKO_SLAB_COLS;
-                        if (r >= first && r < stop) memcpy((uint16_t *)w + (r - first) * m->cols + c, from, 2);
+                        if (r >= first && r < stop) memcpy(w + (r - first) * m->cols + c, from, 2);
                     }
                 }
             }

@@ -132,15 +132,9 @@ __global__ void __launch_bounds__(THREADS, 4)
 
 cudaError_t macko_tile_count_cuda(const macko_tile_matrix *m, const void *w, int32_t *offsets,
                                   macko_slab_totals *totals, cudaStream_t stream) {
-    const int64_t slabs = macko_slab_count(m->rows, m->cols);
-    if (slabs)
-        count_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>((const uint16_t *)w, m->rows, m->cols, offsets, totals);
-    return cudaGetLastError();
+    return launch_slabs(m, stream, count_slabs, (const uint16_t *)w, m->rows, m->cols, offsets, totals);
 }
 
 cudaError_t macko_tile_write_cuda(const macko_tile_matrix *m, const void *w, uint8_t *data, cudaStream_t stream) {
-    const int64_t slabs = macko_slab_count(m->rows, m->cols);
-    if (slabs)
-        write_slabs<<<(unsigned)slabs, THREADS, 0, stream>>>(m->offsets, m->rows, m->cols, (const uint16_t *)w, data);
-    return cudaGetLastError();
+    return launch_slabs(m, stream, write_slabs, m->offsets, m->rows, m->cols, (const uint16_t *)w, data);
 }

@@ -32,14 +32,11 @@
  *            first; of equal ones that of the lower lane first. A slice has as many rows as its longest column. What no
  *            value takes is +0.0.
  */
-#ifndef MACKO_TILE_H
-#define MACKO_TILE_H
+#pragma once
 
 #include "../../slab/slab.h"
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 enum {
     MACKO_TILE_STREAMS = 2,                                           /* of a lane: columns of values it has */
@@ -70,16 +67,10 @@ MACKO_SLAB_FN int macko_tile_units(int value_rows) {
  * at density 0.7 few / many, us: 4096 x 4096 12.7 / 11.4, 4096 x 11008 29.9 / 22.6 (H200, 350e7c5, 111a810). */
 #define MACKO_TILE_FOUR_STAGES (22 << 10)
 
-/*
- * CPU, the reference order, of a piece of a matrix: whole row blocks, and the offsets from its first slab on. count writes
- * offsets[i + 1] = units of slab i, and adds to totals->stored; the caller adds the offsets up. write fills all of the slabs.
- */
-void macko_tile_count_cpu(const macko_tile_matrix *m, const void *w, int32_t *offsets, macko_slab_totals *totals);
-void macko_tile_write_cpu(const macko_tile_matrix *m, const void *w, uint8_t *data);
-/* The dense rows [first, first + count), w [count, cols]; first and count are any. */
-void macko_tile_unpack_cpu(const macko_tile_matrix *m, int64_t first, int64_t count, void *w);
+MACKO_SLAB_CODEC(tile, uint16_t)
+MACKO_SLAB_CODEC_COUNT(tile, uint16_t)
 
-/* macko_fault.kind, in the order in which they are looked for. row is the row block, entry the slab. */
+/* macko_fault.kind. */
 enum {
     MACKO_TILE_OK = 0,
     MACKO_TILE_OFFSETS, /* offsets[entry] is not 0 at the start, or no slab's units after the one before; found: it */
@@ -92,28 +83,4 @@ enum {
     MACKO_TILE_ZERO,    /* a zero is stored, or one is not +0.0 where no value is; found: byte of the slab */
 };
 
-/* What packing cannot have made, first of all where reading would be unsafe. m->units are those of data. found without a
- * fault: the values of the matrix. */
-macko_fault macko_tile_check_cpu(const macko_tile_matrix *m);
-
-#ifdef MACKO_SLAB_CUDA
-
-/*
- * Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Pointers are device
- * pointers but for the structs. Packing: count for all rows, piece by piece; scan; the host reads *totals (device
- * memory) and allocates; write for all rows. A piece begins at a row block; its m has the offsets of its first slab on.
- */
-
-/* offsets[i + 1] = units of slab i of the dense w [m->rows, m->cols]; adds to totals->stored. */
-cudaError_t macko_tile_count_cuda(const macko_tile_matrix *m, const void *w, int32_t *offsets,
-                                  macko_slab_totals *totals, cudaStream_t stream);
-
-/* The slabs of the dense w [m->rows, m->cols] into data, whose begin the offsets count from. */
-cudaError_t macko_tile_write_cuda(const macko_tile_matrix *m, const void *w, uint8_t *data, cudaStream_t stream);
-#endif
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

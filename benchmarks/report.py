@@ -551,9 +551,6 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
                     **dict.fromkeys(("tile", "EC paper, 4 bits", "EC smallest", "CSR-32"), "")}.items()),
         ),
     ),
-    "formats packing": (
-        lambda: read(records.FORMATS, "format", what="pack"), Table("format | seconds", "{format} | {best_s:.3f}"),
-    ),
     "cpu where": (records.cpu_ran, paragraph("{cpu}, torch {torch}, commit {commits}.")),
     "cpu": (
         lambda: [x for x in records.cpu_wide(records.one_core(8192)) if "b" in x["dtype"] or x["density"] == 0.5],

@@ -1,6 +1,7 @@
 """Bytes of every format over masks and densities, and how long packing takes on this CPU.
 
     python -m benchmarks.formats [--only FORMAT ...] [results.jsonl]   measures, adds lines to the file
+    python -m benchmarks.formats --folder PRUNED results.jsonl         the masks of a pruned model's own layers
 
 A figure is bytes a true non-zero with 16-bit values: all tensors of the format over the non-zeros of the mask. sell is
 packed on a GPU, for its number of SMs; where there is none its lines are left out, and `--only sell` adds them on a
@@ -118,6 +119,18 @@ def problems() -> Iterator[tuple[str, float, Tensor]]:
         yield f"{2 * n - 2}:{2 * n}", (n - 1) / n, groups.view(4096, 4096)
 
 
+def folder(path: Path) -> Iterator[tuple[str, float, Tensor]]:
+    """The matrices of a folder's safetensors, 16-bit, of which a quarter or more is zero."""
+    from safetensors import safe_open
+
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                w = tensors.get_tensor(name)
+                if w.dim() == 2 and (density := int(w.count_nonzero()) / w.numel()) <= 0.75:
+                    yield f"{path.name} {name}", round(density, 2), w.half() if w.dtype == torch.float32 else w
+
+
 def packing(format: str, w: Tensor) -> dict[str, Any]:
     """Seconds of one thread that packing takes, waits for the processor left out: the best of seven."""
     times = []
@@ -133,15 +146,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="?", type=Path, default=Path("benchmarks/results/formats.jsonl"))
     parser.add_argument("--only", nargs="+", default=[], choices=PACKED, metavar="FORMAT", help="sizes of these alone")
+    parser.add_argument("--folder", type=Path, help="a pruned model's matrices in place of the masks here")
     args = parser.parse_args()
     common = {"commit": commit()}
-    if not args.only:
+    if not args.only and not args.folder:
         w = random_weight(4096, 4096, 0.3, torch.float16)
         for format in ("macko", "EC paper, 4 bits", "EC paper, 8 bits", "EC", "EC smallest"):
             line = packing(format, w)
             append_jsonl(args.results, **common, **line, cpu=torch.backends.cpu.get_cpu_capability())
             print(line, flush=True)
-    for name, density, w in problems():
+    for name, density, w in folder(args.folder) if args.folder else problems():
         for line in measure(name, density, w, args.only):
             append_jsonl(args.results, **common, **line)
         print(name, list(w.shape), f"density {density}", flush=True)

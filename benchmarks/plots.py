@@ -182,7 +182,25 @@ def plot_bench() -> None:
         bars(axis, groups, form)
         axis.set_title(title)
     named_beside(axes[1])
-    save(figure, "llama", "Llama-2-7B, half of the weights zero: more tokens a second, less memory")
+    save(figure, "llama", "A Llama of 7B on an H200, half of the weights zero: more tokens a second, less memory")
+
+
+def plot_sparsity() -> None:
+    """Tokens a second and memory by sparsity."""
+    lines = records.sparsity()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 2.8))
+    for axis, title, field, form in (
+        (axes[0], "tokens a second, one sequence", "speed", "{:.0f}"),
+        (axes[1], "peak GPU memory, GB", "peak_gb", "{:.1f}"),
+    ):
+        for at, line in enumerate(lines):
+            side = "macko" if line["sparsity"] else "dense"
+            drawn = axis.bar(at, line[field], 0.8, color=colour(side))
+            axis.bar_label(drawn, fmt=form, fontsize=8, padding=1)
+        axis.set_xticks(range(len(lines)), [f"{x['sparsity']:.0%}" if x["sparsity"] else "dense" for x in lines])
+        axis.set(title=title, xlabel="weights that are zero")
+        axis.grid(False, axis="x")
+    save(figure, "sparsity", "A Llama of 7B on an H100, in bfloat16: faster and smaller from 30 % zeros on")
 
 
 #: What to call each kernel, in the order of plots.

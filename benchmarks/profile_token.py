@@ -2,8 +2,8 @@
 
     python -m benchmarks.profile_token random:7b --compile max --batch 1 --new-tokens 100 --json bench.jsonl
 
-Takes what `macko bench` takes, and loads, prunes and converts as that does. It times nothing: a profiler slows down
-the launches that follow.
+Takes what `macko bench` takes, and does all that it does; the profiler comes after the times, as it slows down the
+launches that follow. "busy" is the GPU's time, which a slow host does not change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from macko.cli import parser
-from macko.measure.bench import generate, run
+from macko.measure.bench import generate, measure_all, run
 from macko.measure.runs import Line, Result, Side
 
 
@@ -72,13 +72,14 @@ def short(name: str) -> str:
 def profile_all(
     side: Side, model: Any, prompts: Tensor, options: argparse.Namespace, lines: list[Line]
 ) -> list[Result]:
-    """Prints the kernels at each batch size, and adds them to the lines that are written."""
+    """What macko bench measures; prints the kernels at each batch size, and adds them to the lines that are written."""
+    results = measure_all(side, model, prompts, options, lines)
     for batch in options.batch:
         prompt = prompts[:batch, : options.prompt_tokens[0]]
         rows = profile_token(model, prompt, 1 + options.new_tokens, options.compile)
         lines += [{"what": "profile", **dataclasses.asdict(side), "batch": batch, **row} for row in rows]
         print("\n".join(f"{row['us']:9.1f} us {row['launches']:4} {row['kernel']}" for row in rows), flush=True)
-    return []
+    return results
 
 
 if __name__ == "__main__":

@@ -10,15 +10,11 @@ import csv
 import json
 import math
 import re
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import EIGHT
-from macko.choose.times import held_bytes
 from macko.measure.rivals import RIVALS as RIVAL_LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,13 +268,7 @@ def one_gpu() -> Lines:
 
 def load(name: str = "load") -> Lines:
     """The better dense is the faster one of the matrix before it was pruned and after."""
-    lines = read(H100 / f"{name}.jsonl", "dtype", "tokens", "kernel", "rows", "cols")
-    clocks: dict[Any, list[int]] = {}
-    for line in lines:
-        clocks.setdefault((line["dtype"], line["tokens"], line["kernel"]), []).extend(line["clock_mhz"])
-    for line in lines:
-        line["mhz"] = statistics.mean(clocks[line["dtype"], line["tokens"], line["kernel"]])
-    return lines
+    return read(H100 / f"{name}.jsonl", "dtype", "tokens", "kernel", "rows", "cols")
 
 
 def load_tokens(name: str = "load") -> Lines:
@@ -342,6 +332,18 @@ def headline() -> Lines:
     lines = [line for line in bench_pairs() if not line.get("values")]
     lines = [x for x in lines if (x["what"], x["size"]) not in (("decode", 8), ("prefill", 512))]
     return wide(lines, "{title}", "{dtype}")
+
+
+def sparsity() -> Lines:
+    """By sparsity: a token of generate() as one waits for it, and as long as it keeps the GPU busy."""
+    path = H100 / "sparsity.jsonl"
+    busy = {(line["model"], line["sparsity"]): line["us"] / 1e3 for line in read(path, kernel="busy")}
+    lines = read(path, "model", "sparsity", what="decode", ms=...)
+    for line in lines:
+        zeros = f"{line['sparsity']:.0%} zero" if line["sparsity"] else line["model"]
+        line |= {"title": zeros, "busy_ms": busy[line["model"], line["sparsity"]], "speed": 1e3 / line["ms"]}
+    lines = against(ranked(lines, "sparsity"), {"model": "dense"}, "batch")
+    return [{**line, "busy_gain": line["dense_busy_ms"] / line["busy_ms"]} for line in lines]
 
 
 def logits() -> Lines:
@@ -421,14 +423,16 @@ def engines(folder: Path, **only: Any) -> Lines:
     """Over dense of the same dtype and run, as hosts differ."""
     lines = [x for x in vllm(folder, **{"ranks": 1, "compiled": False, **only}) if x["ms"]]
     lines = [x for x in lines if x["random"] or x["ranks"] > 1]
-    return against(lines, {"model": "dense"}, "dtype", "batch", "prompt_tokens", "commit")
+    return against(lines, {"model": "dense"}, "what", "dtype", "batch", "prompt_tokens", "commit")
 
 
-def engines_wide(folder: Path, what: str, hidden: int = 4096, **only: Any) -> Lines:
-    """A row a side, in the order of tables: float16 first."""
-    lines = ranked(engines(folder, what=what, hidden=hidden, **only), model=ENGINE_SIDES)
+def engines_wide(folder: Path, hidden: int = 4096, **only: Any) -> Lines:
+    """A row a side, in the order of tables, float16 first: decoding by sequences, and a prompt by its tokens."""
+    lines = ranked(engines(folder, what={"decode", "prefill"}, hidden=hidden, **only), model=ENGINE_SIDES)
     lines.sort(key=lambda line: line["dtype"] != "float16")
-    return wide(lines, "{side}", "{batch}" if what == "decode" else "{prompt_tokens}")
+    for line in lines:
+        line["run"] = f"{line['batch']} seq" if line["what"] == "decode" else f"prompt of {line['prompt_tokens']}"
+    return wide(lines, "{side}", "{run}")
 
 
 def loading(folder: Path, **only: Any) -> Lines:
@@ -544,18 +548,6 @@ def canonical(usual: bool) -> Lines:
     return [x for x in lines if ((x["density"], x["delta_bits"], x["even"]) == (0.5, 4, "even")) == usual]
 
 
-def canonical_packing() -> Lines:
-    titles = {
-        "pack_gbps": "pack, one call with its wait",
-        "unpack_gbps": "unpack without the look at its content (graph)",
-        "unpack_checked_gbps": "unpack, one call with its wait",
-        "check_gbps": "check, one call",
-    }
-    lines = read(H200 / "canonical.jsonl", "rows", "cols", what="pack")
-    lines = [{**line, "title": title, "gbps": line[name]} for name, title in titles.items() for line in lines]
-    return wide(lines, "{title}", "{rows}x{cols}")
-
-
 EC_VARIANTS = ["paper, 4 bits", "paper, 8 bits", "no blocks, 4 bits", "16 lanes", "8 lanes", "4 lanes", "1 lane"]
 EC_OTHERS = ["dense", "CSR", "sell"]
 
@@ -569,9 +561,17 @@ def ec() -> Lines:
     return lines
 
 
-def ec_packing() -> Lines:
-    lines = [line for line in read(H200 / "ec.jsonl", "variant", "what") if line["what"] != "spmv"]
-    return wide(ranked(lines, variant=EC_VARIANTS), "{variant}", "{what}")
+def ec_padding() -> Lines:
+    """Zeros that the paper's layout stores, over the non-zeros, by mask and sparsity."""
+    titles = {
+        ("uniform", 4096): "uniform, 4096 x 4096",
+        ("uneven_rows", 2048): "as SparseGPT makes it, 2048 x 8192",
+        ("MiniLM output.dense", 384): "MiniLM's, by magnitude, 384 x 1536",
+    }
+    lines = [x for x in formats() if "paper" in x["format"] and (x["mask"], x["rows"]) in titles and x["density"] < 0.4]
+    for line in lines:
+        line |= {"title": titles[line["mask"], line["rows"]], "padding": line["stored"] / line["nonzeros"] - 1}
+    return ranked(wide(lines, "{title}", "{format} {density}"), title=titles.values())
 
 
 def formats(**only: Any) -> Lines:
@@ -595,10 +595,6 @@ def cpu(name: str, /, *key: str, **only: Any) -> Lines:
     for line in lines:
         line["torch_ms"] = min(line["torch_linear_ms"], line["torch_mv_ms"])
         line |= {"gain": line["torch_ms"] / line["ms"], "zeros": 1 - line["density"]}
-        line |= {
-            "ns": 1e6 * line["ms"] / line["rows"] / line["cols"],
-            "from": "the cache" if line.get("warm") else "memory",
-        }
     return lines
 
 
@@ -625,29 +621,30 @@ def cpu_ran() -> Lines:
     return [line for clock in ("cpu", "wall") for line in read(CPU / "kernels.jsonl", "dtype", clock=clock, **run)]
 
 
-def cpu_times() -> Lines:
-    """Dense time over the bitmap's, of each vector path; and what each side reads, over what the CPU can read."""
+def cpu_gains() -> Lines:
+    """Dense time over the bitmap's at half zeros, of each vector path, by tokens."""
     lines = []
     for path in ("avx512", "avx2"):
         table = json.loads((TIMES / f"cpu_{path}.json").read_text())
-        for line in (x for x in table["linear"] if x["rows"] * x["cols"] >= 1 << 22):
-            height, width, size = line["rows"], line["cols"], getattr(torch, line["dtype"]).itemsize
-            us, reads = line["us"], table["bandwidth_gbps"]
-            for name in ("dense", "bitmap"):
-                gbps = held_bytes(name, height, width, line["density"], size) / us[name] / 1e3
-                line[name] = f"{gbps:.0f} GB/s ({gbps / reads:.0%})"
-            line |= {"path": path, "reads": reads, "gain": us["dense"] / us["bitmap"]}
-            line["full"] = height * width * size / reads / 1e3 / us["bitmap"]
-            lines.append(line)
-    return lines
+        for line in (x for x in table["linear"] if x["rows"] * x["cols"] >= 1 << 22 and x["density"] == 0.5):
+            lines.append({**line, "path": path, "gain": line["us"]["dense"] / line["us"]["bitmap"]})
+    return wide(ranked(lines, "dtype", path=("avx512", "avx2")), "{path} {dtype}", "{tokens}")
 
 
-def cpu_gains() -> Lines:
-    lines = [
-        {**x, "text": f"{x['rows']}, {x['cols']}"} for x in cpu_times() if x["density"] == 0.5 or x["rows"] == 4096
-    ]
-    lines = ranked(lines, "dtype", "text", "density", path=("avx512", "avx2"))
-    return wide(lines, "{path} {dtype} {rows} x {cols} {density}", "{tokens}")
+def claims() -> Lines:
+    """One line of what README says besides its table."""
+    kernels = {"sell", "dense_linear", "dense_mv"}
+    token = [x for x in spmv(density=0.5, mask="uniform", dtype="float16", kernel=kernels) if x["kernel"] == "sell"]
+    gains = [line["gain"] for line in token]
+    by = wide(engines(H200, what="decode", compiled=True), "{batch}", "{side}")
+    faster = [x["batch"] for x in by if x.get("macko, bfloat16 gain", 0) > x.get("fp8 W8A8, bfloat16 gain", 9)]
+    one = one_core(8192, path="avx512", dtype="bfloat16", density=0.5, format="bitmap")
+    return [
+        {
+            "paper": geomean(gains), "shapes": len(gains), "least": min(gains), "sequences": max(faster),
+            "lossless": next(x["gain"] for x in lossless() if x["model"] == "dense12"), "cpu": one[-1]["gain"],
+        }
+    ]  # fmt: skip
 
 
 # What pruning and rounding cost: benchmarks.quality.

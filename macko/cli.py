@@ -119,7 +119,7 @@ def _in_and_out(add: Any, source: str) -> None:
     add("target", metavar="OUT", help="folder to write")
     add("--overwrite", action="store_true", help="replace the model in OUT, once the new one is whole")
     ignored = f"layers to leave besides {', '.join(IGNORED)}: full names, last components of names, or globs; "
-    add("--ignore", nargs="*", metavar="LAYER", help=ignored + "--ignore alone leaves none, not even that")
+    add("--ignore", nargs="*", metavar="LAYER", help=ignored + "--ignore without a name leaves no layer out")
 
 
 def _prune_arguments(add: Any) -> None:
@@ -180,9 +180,7 @@ def _bench_arguments(add: Any) -> None:
     add("--prompt-tokens", type=_count, nargs="+", help=lengths)
     add("--new-tokens", type=_count, default=32)
     add("--dtype", choices=_DTYPES, help="default: float16, on a CPU and for dense12 bfloat16")
-    drawn = (
-        "of random: alone: what weights were before --dtype; float16 that was bfloat16, as Llama 2's, is held in less"
-    )
+    drawn = "for random:, the type of weights before --dtype; float16 that was bfloat16, as Llama 2's, packs smaller"
     add("--weights-dtype", choices=("bfloat16",), help=drawn)
     add("--tokens", type=_count, help="as of sparsify_: how many a layer gets at a time, if you know")
     compiled = "a static cache and torch.compile, as generate() does by itself (default, but on a CPU), or at its best"

@@ -59,10 +59,18 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
     try:
-        save_file(tensors, unfinished, metadata={"format": "pt", "macko": json.dumps(about)})
+        save_tensors(tensors, unfinished, {"macko": json.dumps(about)})
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """safetensors' save_file, with the permissions of the umask: its files are for their owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+    path.chmod(mode)
 
 
 def load_model(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,15 @@ def test_round_trip(tmp_path: Path, start: Callable[[], nn.Module]) -> None:
     tokens = torch.arange(5)
     if start is not on_meta:  # there the buffer that is not saved has no content
         assert_same_bits(loaded(tokens), model(tokens))
+
+
+def test_a_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        macko.save_model(sparse_model(), tmp_path / "model.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
 
 
 def test_hooks_of_a_dense_layer_go_with_the_packed_one(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def test_bench_times_each_side(tmp_path: Path) -> None:
 
 
 def test_what_the_docs_say_to_paste_runs(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "engines.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
     pasted = re.search(r"^    python -m benchmarks.engines --make tiny.*?(?=^- )", page, re.MULTILINE | re.DOTALL)
     assert pasted is not None
     more = f"skip_tokenizer_init=True, **{json.dumps(MORE)}"  # it stands within single quotes of the shell

@@ -38,12 +38,12 @@ class Options:
 
     Attributes:
         format: a name in FORMATS or CHOICES; of "slide" and "mixed" with or without a pattern, as "slide 6:8".
-        tokens: given to a layer at a time, if the caller knows. "auto" chooses by it, and a report's times are of so
-            many, or of one. On a GPU the choice is tile, whose time hardly grows with them, unless the caller says 1:
-            then it is what is fastest for one, sell in most cases, with which a prompt takes longer. Times of this GPU
-            count before, as `macko tune` finds them; where nobody measured tile and by count it is slower than dense,
-            the layer stays dense. By it "slide" and "mixed" take a pattern's kernel or the dense
-            one; default: 2048.
+        tokens: how many a layer gets at a time, if the caller knows. "auto" chooses by it, and a report's times are
+            for that many, by default for one. On a GPU the choice is tile, whose time hardly grows with them, unless
+            the caller says 1: then it is what is fastest for one, sell in most cases, with which a prompt takes
+            longer. Times of this GPU count before, as `macko tune` finds them; where nobody measured tile and by count
+            it is slower than dense, the layer stays dense. By it "slide" and "mixed" take a pattern's kernel or the
+            dense one; default: 2048.
         pattern: what `format` says of it: "2:4" to "14:16", or "auto" for the sparsest that a weight fits. With "slide"
             a layer that does not fit stays dense.
         values: of "auto": "exact" may hold values in fewer bits, each of them exactly (sparse11, in place of tile where

@@ -225,14 +225,14 @@ def rings(folder: Path = H100) -> Lines:
 
 
 def experts() -> Lines:
-    """A stack in dense12 over torch's grouped product of the dense one, by model and matrix."""
+    """A stack in dense12 over torch's grouped product of the dense one, by model and matrix, and a module whole."""
     lines = [
-        line for line in read(H100 / "experts.jsonl") if line["kernel"] != "sparse11"
-    ]  # of a mask that auto leaves
-    on = ("model", "rows", "cols", "batch")
-    return wide(
-        against(lines, {"kernel": "grouped_mm"}, *on, value="median_us"), "{model} {rows} {cols}", "{kernel} {batch}"
-    )
+        line | {"shape": f"{line['rows']} x {line['cols']}" if "rows" in line else "whole module"}
+        for line in read(H100 / "experts.jsonl")
+        if line["kernel"] != "sparse11"  # of a mask that auto leaves
+    ]
+    gains = against(lines, {"kernel": "grouped_mm"}, "model", "shape", "batch", value="median_us")
+    return wide(gains, "{model} {shape}", "{kernel} {batch}")
 
 
 def planes_load() -> Lines:

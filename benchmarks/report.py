@@ -375,7 +375,7 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "experts": (
         records.experts,
         Table("model | rows x cols | 1 sequence | 8 | 32 | 64 | 128",
-              "{model} | {rows} x {cols} | {dense12 1 gain:.2f}x | {dense12 8 gain:.2f}x | {dense12 32 gain:.2f}x | "
+              "{model} | {shape} | {dense12 1 gain:.2f}x | {dense12 8 gain:.2f}x | {dense12 32 gain:.2f}x | "
               "{dense12 64 gain:.2f}x | {dense12 128 gain:.2f}x"),
     ),
     "diffusion where": (lambda: read(H100 / "diffusion.jsonl"), WHERE),

@@ -232,8 +232,8 @@ def told(lines: Lines, *by: str) -> Lines:
 
 #: What README says besides its table.
 CLAIMS = """\
-- One token, half of the weights zero: **{paper:.2f}x** of torch's better product, the geometric mean over the MACKO
-  paper's {shapes} shapes (least {least:.2f}x), on an H200. The bound that the paper gives for its format is 1.6x.
+- One token, half of the weights zero: **{paper:.2f}x** as fast as the better of torch's two, geometric mean over the
+  MACKO paper's {shapes} shapes (least {least:.2f}x), on an H200. The bound that the paper gives for its format is 1.6x.
 - A dense bfloat16 model decodes **{lossless:.2f}x** as fast on an H200, [bit for bit](docs/lossless.md).
 - In vLLM on an H200, half zeros decode faster than fp8 up to **{sequences} sequences** ([figures](docs/vllm.md)).
 - One core of a Zen 5 CPU with AVX-512: **{cpu:.2f}x** for one token ([figures](docs/cpu.md))."""

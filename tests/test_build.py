@@ -62,6 +62,13 @@ def test_names_are_of_the_stable_abi() -> None:
 
 
 @each_library()
+def test_no_symbol_of_its_own_is_missing(library: Path) -> None:
+    """As when nvcc does not see a declaration and gives the function a C++ name: seen only where a GPU loads it."""
+    undefined, _ = dynamic(library)
+    assert [name for name in undefined if "macko" in name] == []
+
+
+@each_library()
 def test_no_cpp_symbol_of_torch(library: Path) -> None:
     undefined, _ = dynamic(library)
     of_torch = re.compile(r"N[rVK]*(2at|3c10|5torch)\d")  # a nested name that begins with at::, c10:: or torch::

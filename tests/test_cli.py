@@ -668,7 +668,7 @@ def test_without_resume_it_starts_anew_and_says_so(
     assert f"14 layers of an earlier run are removed from {work}" in one_line(capsys)
     assert not work.exists()
     assert main(["prune", str(dense), str(out), *MAGNITUDE, "--overwrite", "--resume"]) == 1
-    assert "--resume is for wanda and sparsegpt" in one_line(capsys)
+    assert "--resume is for wanda and moe-pruner and sparsegpt" in one_line(capsys)
 
 
 # ---- The other commands ----------------------------------------------------------------------------------------------

@@ -140,6 +140,14 @@ MACKO_SELL_FN int64_t macko_sell_tail_slot(const macko_sell_block *b, int num_bl
     return macko_sell_head_slot(0, num_blocks, warps, head) + b->slot;
 }
 
+/* Slot in data of a warp's step (= stage) of a block. */
+MACKO_SELL_FN int64_t macko_sell_slot(const macko_sell_block *b, int block, int num_blocks, int warps, int head,
+                                      int stage, int warp) {
+    if (stage < head) return macko_sell_head_slot(block, num_blocks, warps, stage) + warp;
+    return macko_sell_tail_slot(b, num_blocks, warps, head) + macko_sell_slots_before(b, warps, stage) -
+           macko_sell_slots_before(b, warps, head) + warp;
+}
+
 /* First task of a group in bases: of a warp's first group, of a later one (counted from there), of any. */
 MACKO_SELL_FN int64_t macko_sell_first_base(int block, int warps, int group) {
     return ((int64_t)block * warps + group) * MACKO_SELL_LANES;

@@ -353,7 +353,7 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{tokens} | {dense12 100% mean} | {dense12_alone 100% mean} | {dense12 100% n}", needs="dense12 100% n"),
     ),
     "rivals": (
-        lambda *path: [row for row in records.rivals(*path) if row["kernel"] not in LEFT_RIVALS],
+        lambda *path: [row for row in records.rivals(*path) if path or row["kernel"] not in LEFT_RIVALS],
         Table(" | bytes a weight | result is off by | @ token(s)", "{label} | {size:.2f} | {off:.1%} | {@ mean}"),
     ),
     "rivals plot": (records.rivals, image("rivals", "speed-up of exact and of rounded weights by tokens")),

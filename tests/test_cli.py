@@ -737,7 +737,9 @@ def test_weights_of_random_models_may_have_been_bfloat16() -> None:
         assert all(buffer.dtype == torch.float32 for buffer in model.buffers()), "of the positions"
         dummy = torch.empty(64, 64, dtype=torch.float16)
         plugin = mock.Mock()  # vLLM is not here
-        with mock.patch.dict(sys.modules, {"macko.integrations.vllm": plugin}):
+        with mock.patch.dict(
+            sys.modules, {"macko.integrations.vllm": plugin, "macko.integrations.vllm_experts": mock.Mock()}
+        ):
             engines._fill_dummies(0.5, getattr(torch, dtype) if dtype else None)
         plugin.convert_weight("a layer", dummy)
         large = drawn[drawn.abs() > 2**-14]  # smaller ones are denormals

@@ -432,6 +432,20 @@ def llama(args: argparse.Namespace, device: torch.device, say: Any) -> tuple[Any
     return model, seeds, judged, {"length": size["length"], "calibration_tokens": tokens, **data["trained"]}
 
 
+def given(
+    args: argparse.Namespace, device: torch.device, say: Any
+) -> tuple[Any, list[Any], list[Any], dict[str, Any], Recipe]:
+    """The model, calibration by seed, what judges it, what a line says of all that, and the recipe."""
+    model, seeds, judged, about = encoder(args, device) if args.size == "minilm" else llama(args, device, say)
+    model.requires_grad_(False)
+    about |= {
+        "commit": commit(), "torch": torch.__version__, "size": args.size, "held_out": args.held_out,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "calibration": args.calibration, "epochs": args.epochs, "steps": args.steps, "lr": args.lr,
+    }  # fmt: skip
+    return model, seeds, judged, about, Recipe(epochs=args.epochs, steps=args.steps, lr=args.lr)
+
+
 def main() -> None:
     args = arguments()
     begin, device = time.perf_counter(), torch.device(args.device)
@@ -440,15 +454,7 @@ def main() -> None:
     def say(text: str) -> None:
         print(f"{time.perf_counter() - begin:6.1f} s  {text}", flush=True)
 
-    given = encoder(args, device) if args.size == "minilm" else llama(args, device, say)
-    model, seeds, judged, about = given
-    model.requires_grad_(False)
-    about |= {
-        "commit": commit(), "torch": torch.__version__, "size": args.size, "held_out": args.held_out,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "calibration": args.calibration, "epochs": args.epochs, "steps": args.steps, "lr": args.lr,
-    }  # fmt: skip
-    recipe = Recipe(epochs=args.epochs, steps=args.steps, lr=args.lr)
+    model, seeds, judged, about, recipe = given(args, device, say)
     judge = Judge(model, seeds, judged, recipe, about, args.out / "quality.jsonl")
     part, of = map(int, args.part.split("/"))
     failed = []

@@ -27,11 +27,10 @@ from torch import Tensor
 
 import macko
 from benchmarks import quality
-from benchmarks.timing import append_jsonl, commit
+from benchmarks.timing import append_jsonl
 from macko.measure.evaluate import embeddings, language
 from macko.nn.find import IGNORED, find_linears
 from macko.pruning.prune import METHODS, STATISTICS, sparsegpt
-from macko.pruning.reconstruct import Recipe
 from macko.weights import SLIDE_ELEMENTS, SLIDE_PATTERNS, SlideWeight
 
 PATTERNS = ("2:4", "4:6", "6:8", "8:10")
@@ -114,15 +113,7 @@ def main() -> None:
         print(f"{time.perf_counter() - begin:6.1f} s  {text}", flush=True)
 
     is_encoder = args.size == "minilm"
-    given = quality.encoder(args, device) if is_encoder else quality.llama(args, device, say)
-    model, (batches, _), judged, about = given
-    model.requires_grad_(False)
-    about |= {
-        "commit": commit(), "torch": torch.__version__, "size": args.size, "held_out": args.held_out,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "calibration": args.calibration, "epochs": args.epochs, "steps": args.steps, "lr": args.lr,
-    }  # fmt: skip
-    recipe = Recipe(epochs=args.epochs, steps=args.steps, lr=args.lr)
+    model, (batches, _), judged, about, recipe = quality.given(args, device, say)
     make = partial(quality.make, batches=batches, recipe=recipe)
     dense, _ = make(model, quality.Variant("dense"))
     score = embeddings if is_encoder else language

@@ -501,7 +501,7 @@ class FolderWriter:
 
     def add(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
         if tensors:
-            save_file(tensors, self.folder / name, metadata={"format": "pt", **(metadata or {})})
+            save_tensors(tensors, self.folder / name, metadata)
             self.places |= dict.fromkeys(tensors, name)
             self.size += sum(tensor.nbytes for tensor in tensors.values())
 

@@ -335,15 +335,18 @@ def headline() -> Lines:
 
 
 def sparsity() -> Lines:
-    """By sparsity: a token of generate() as one waits for it, and as long as it keeps the GPU busy."""
-    path = H100 / "sparsity.jsonl"
-    busy = {(line["model"], line["sparsity"]): line["us"] / 1e3 for line in read(path, kernel="busy")}
-    lines = read(path, "model", "sparsity", what="decode", ms=...)
+    """By sparsity: a token of generate() as one waits for it, and as long as it keeps the GPU busy.
+
+    Of each the newest run, against the dense model of the same run: hosts differ.
+    """
+    path, key = H100 / "sparsity.jsonl", ("model", "sparsity", "commit")
+    busy = {tuple(line[name] for name in key): line["us"] / 1e3 for line in read(path, *key, kernel="busy")}
+    lines = read(path, *key, what="decode", ms=...)
     for line in lines:
         zeros = f"{line['sparsity']:.0%} zero" if line["sparsity"] else line["model"]
-        line |= {"title": zeros, "busy_ms": busy[line["model"], line["sparsity"]], "speed": 1e3 / line["ms"]}
-    lines = against(ranked(lines, "sparsity"), {"model": "dense"}, "batch")
-    return [{**line, "busy_gain": line["dense_busy_ms"] / line["busy_ms"]} for line in lines]
+        line |= {"title": zeros, "busy_ms": busy[tuple(line[name] for name in key)], "speed": 1e3 / line["ms"]}
+    lines = newest(against(lines, {"model": "dense"}, "batch", "commit"), "model", "sparsity")
+    return [{**line, "busy_gain": line["dense_busy_ms"] / line["busy_ms"]} for line in ranked(lines, "sparsity")]
 
 
 def logits() -> Lines:

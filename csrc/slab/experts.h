@@ -24,4 +24,9 @@ struct slab_experts_product {
 template <class MATRIX>
 cudaError_t slab_experts(const MATRIX &m, const slab_experts_product &p, const macko_experts_plan &plan);
 
+// The same with wgmma for many tokens an expert, where macko_experts_many_fits: x has them in order (order is NULL), rows is
+// a multiple of 8.
+template <class MATRIX>
+cudaError_t slab_experts_many(const MATRIX &m, const slab_experts_product &p);
+
 } // namespace macko

@@ -513,6 +513,11 @@ def _(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return x.new_empty(places.shape[0], x.shape[1])
 
 
+@torch.library.register_fake("macko::gated_experts")
+def _(x: Tensor, ids: Tensor, weights: Tensor, experts: int, *packed: Any) -> Tensor:
+    return x.new_empty(x.shape[0], packed[-1])
+
+
 def _experts_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     *tensors, ends, order, x = ctx.saved_tensors
     # Of trailing arguments that have their default torch asks none.

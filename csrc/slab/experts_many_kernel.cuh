@@ -53,7 +53,8 @@ struct experts_many_walk {
     __device__ __forceinline__ bool open() {
         const int lane = threadIdx.x % WARP;
         for (; from < experts; from += WARP) {
-            const int end = min(max(ends[min(from + lane, experts - 1)], 0), tokens), before = __shfl_up_sync(FULL_WARP, end, 1);
+            const int end = min(max(ends[min(from + lane, experts - 1)], 0), tokens),
+                      before = __shfl_up_sync(FULL_WARP, end, 1);
             const int own = lane ? before : begin;
             const int parts = (max(end - own, 0) + MACKO_EXPERTS_MANY_TOKENS - 1) / MACKO_EXPERTS_MANY_TOKENS;
             const int sum = warp_inclusive_sum(parts), all = __shfl_sync(FULL_WARP, sum, WARP - 1);
@@ -158,7 +159,8 @@ __device__ __forceinline__ void store_experts_sums(const experts_many_task<CODEC
     if constexpr (CODEC::SCALED)
         for (int k = 0; k < 2; k++)
             if (const int at = first_row + lane / 4 + 8 * k; at < task.rows)
-                scale[k] = task.weights.scales[(int64_t)item.expert * task.row_blocks * MACKO_SLAB_ROWS + at] * CODEC::FOLD;
+                scale[k] =
+                    task.weights.scales[(int64_t)item.expert * task.row_blocks * MACKO_SLAB_ROWS + at] * CODEC::FOLD;
     T *to = task.y + (item.first + lane / 4) * task.rows + row;
 #pragma unroll
     for (int eight = 0; eight < TOKENS / 8; eight++) {
@@ -299,7 +301,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     } else { // zeros behind the last end
         const int end = min(max(task.ends[task.experts - 1], 0), task.tokens);
         const int64_t all = task.tokens * task.rows, threads = 2 * WARP;
-        for (int64_t i = end * task.rows + blockIdx.x * threads + threadIdx.x % threads; i < all; i += gridDim.x * threads)
+        for (int64_t i = end * task.rows + blockIdx.x * threads + threadIdx.x % threads; i < all;
+             i += gridDim.x * threads)
             task.y[i] = from_float<typename CODEC::T>(0);
     }
 #endif

@@ -110,9 +110,8 @@ Tensor linear_experts(const Packed &p, const Tensor &x_given, int64_t rows, cons
                                            .shared_bytes = ring_shared_bytes(device)};
     macko_experts_plan plan;
     const bool fits = device.major >= 8 && tokens <= INT32_LIMIT && macko_experts_plan_of(&problem, &plan);
-    const bool many =
-        macko_has_wgmma(device.major) &&
-        macko_experts_many_fits(tokens, experts, rows, m.cols, problem.widest, device.shared_bytes);
+    const bool many = macko_has_wgmma(device.major) &&
+                      macko_experts_many_fits(tokens, experts, rows, m.cols, problem.widest, device.shared_bytes);
     const bool grouped = data.scalar_type() == ScalarType::BFloat16 && rows % 8 == 0 && m.cols % 8 == 0;
     if (!fits && !many && !grouped)
         fail(op, "no kernel for ", experts, " experts of ", rows, " x ", m.cols, " on this GPU");

@@ -33,7 +33,7 @@ typedef struct macko_experts_plan {
 
 /* Whether the kernel for many tokens takes a stack of slabs of up to `widest` units. */
 static inline bool macko_experts_many_fits(int64_t tokens, int64_t experts, int64_t rows, int64_t cols, int widest,
-                                                 int shared_bytes) {
+                                           int shared_bytes) {
     macko_slab_many_stages stages;
     const macko_slab_many_shape shape = {MACKO_EXPERTS_MANY_TOKENS, MACKO_EXPERTS_MANY_ROW_BLOCKS, 1};
     const int64_t items = (tokens / MACKO_EXPERTS_MANY_TOKENS + experts) * macko_slab_row_blocks(rows);

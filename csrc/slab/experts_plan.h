@@ -37,8 +37,8 @@ static inline bool macko_experts_many_fits(int64_t tokens, int64_t experts, int6
     macko_slab_many_stages stages;
     const macko_slab_many_shape shape = {MACKO_EXPERTS_MANY_TOKENS, MACKO_EXPERTS_MANY_ROW_BLOCKS, 1};
     const int64_t items = (tokens / MACKO_EXPERTS_MANY_TOKENS + experts) * macko_slab_row_blocks(rows);
-    return rows % 8 == 0 && tokens <= INT32_MAX - MACKO_EXPERTS_MANY_TOKENS && items <= INT32_MAX / 2 &&
-           macko_slab_many_fit_stages(shape, widest, shared_bytes, &stages);
+    return rows % 8 == 0 && cols % 8 == 0 && tokens <= INT32_MAX - MACKO_EXPERTS_MANY_TOKENS &&
+           items <= INT32_MAX / 2 && macko_slab_many_fit_stages(shape, widest, shared_bytes, &stages);
 }
 
 /* Shared memory besides stages: sums that meet, of each expert two numbers, of each warp one. */

@@ -11,9 +11,10 @@
 
 enum {
     MACKO_EXPERTS_LEAST_TOKENS = 16, /* of a tile of tokens: one kind of sums for all sizes, so bits are the same */
-    /* Mean tokens of an expert from which on the kernel for many takes over (experts_many_kernel.cuh); where there is no
-     * wgmma, dense rows and the library's grouped product. */
-    MACKO_EXPERTS_MANY = 96,
+    /* Mean tokens of an expert up to which this kernel takes them: then that for many (experts_many_kernel.cuh), and where
+     * there is no wgmma dense rows and the library's grouped product. */
+    MACKO_EXPERTS_FEW = 12,
+    MACKO_EXPERTS_PACKED = 96,
     MACKO_EXPERTS_MANY_TOKENS = 256, /* of an item of that kernel, at most */
     MACKO_EXPERTS_MANY_ROW_BLOCKS = 2,
 };

@@ -97,7 +97,7 @@ void multiply_experts(const char *op, const typename Kind::Matrix &m, const Tens
                                     .y = y.mutable_data_ptr(),
                                     .stream = current_stream(y)};
     Tokens x{};
-    const int few = macko_knob_number(MACKO_KNOB_TILE_TOKENS, many ? MACKO_EXPERTS_FEW : MACKO_EXPERTS_PACKED);
+    const int few = macko_knob_number(MACKO_KNOB_TILE_TOKENS, macko_experts_few(many, problem.widest));
     const bool by_many = !fits || tokens > experts * few;
     if (by_many && (many || grouped)) {
         const Tensor sorted = order ? rows_in_order(op, x_any, *order, top_k) : x_any;

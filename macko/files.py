@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -490,8 +490,19 @@ class Checkpoint:
         return weight
 
 
+#: Of the types of tensors the names in safetensors files.
+_TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
+#: Bytes that a tensor's entry in the header takes beside its name: 77 but for its shape.
+_ENTRY = 160
+
+
 class FolderWriter:
-    """The files of a folder, one after the other, and then its index and config.json."""
+    """The files of a folder, one after the other and each tensor by tensor, and then its index and config.json."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -499,11 +510,54 @@ class FolderWriter:
         self.size = 0
         folder.mkdir(exist_ok=True)
 
-    def add(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-        if tensors:
-            save_tensors(tensors, self.folder / name, metadata)
-            self.places |= dict.fromkeys(tensors, name)
-            self.size += sum(tensor.nbytes for tensor in tensors.values())
+    def add(
+        self,
+        name: str,
+        tensors: Iterable[tuple[str, Tensor]],
+        may_come: Iterable[str],
+        checksums: Mapping[str, int] | None = None,
+    ) -> None:
+        """Writes a file of tensors as they come, and none where none comes. One is in memory at a time.
+
+        The header comes first in a file and is known last: room is left for it, and what is left of that are spaces.
+        Tensors of an odd size follow at the end, so that all are aligned: of a packed layer its list.
+
+        Args:
+            may_come: at least the names that will come.
+            checksums: CRC-32 by the name of the weight, complete after the last tensor.
+        """
+        room = 512 + sum(2 * len(json.dumps(key)) + _ENTRY for key in may_come) & ~63
+        about: dict[str, Any] = {}
+        small: list[tuple[str, Tensor]] = []
+        with open(self.folder / name, "wb") as file:
+            file.seek(8 + room)
+
+            def write(key: str, tensor: Tensor) -> None:
+                if (kind := _TYPES.get(tensor.dtype)) is None:
+                    raise ValueError(f"{key} is {tensor.dtype}, which safetensors files do not hold")
+                begin = file.tell() - 8 - room
+                file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+                places = [begin, begin + tensor.nbytes]
+                about[key] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": places}
+
+            for key, tensor in tensors:
+                if tensor.nbytes % 8:
+                    small.append((key, tensor))
+                else:
+                    write(key, tensor)
+            for key, tensor in sorted(small, key=lambda pair: -pair[1].element_size()):
+                write(key, tensor)
+            size = file.tell() - 8 - room
+            noted = {"crc32": json.dumps(checksums)} if checksums else {}
+            header = json.dumps({"__metadata__": {"format": "pt", **noted}, **about}, separators=(",", ":")).encode()
+            if len(header) > room:
+                raise ValueError(f"{file.name}: its header takes {len(header)} bytes, {room} were left for it")
+            file.seek(0)
+            file.write(room.to_bytes(8, "little") + header.ljust(room))
+        if not about:
+            (self.folder / name).unlink()
+        self.places |= dict.fromkeys(about, name)
+        self.size += size
 
     def end(self, config: dict[str, Any]) -> None:
         if {*self.places.values()} != {"model.safetensors"}:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from .choose.auto import gains_by_slabs, held_on
 from .choose.options import AUTO, Options
+from .integrations.slidesparse import NOTE, Slid
 from .nn.experts import saved_by_expert
 from .nn.find import check_model, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
@@ -369,10 +370,12 @@ class Checkpoint:
             files = _files_of_index(self.path)
         if not files:
             raise FileNotFoundError(f"{self.path} has no *.safetensors, nor a pytorch_model.bin")
-        if (note := self.path / "slidesparse_config.json").exists():
-            raise ValueError(
-                f"{self.path} is SlideSparse's ({note.name}), its weights are slid: take it as it was before"
-            )
+        self._slid: Slid | None = None
+        if (note := (self.path if self.path.is_dir() else self.path.parent) / NOTE).exists():
+            if not self.path.is_dir():
+                raise ValueError(f"{self.path}: {note.name} beside it says how its weights are slid: give the folder")
+            with _named(self.path):
+                self._slid = Slid(_json(note.read_text(encoding="utf-8"), note), self.config)
         about: dict[str, Any] = {}
         self._files: dict[str, Any] = {}
         self._torchao = False
@@ -465,7 +468,16 @@ class Checkpoint:
         if name not in self:
             raise ValueError(f"there is no tensor {name}")
         with _refused(self.path):
-            return self._files[name].get_tensor(name)
+            tensor = self._files[name].get_tensor(name)
+        if self._slid is None:
+            return tensor
+        with _named(self.path):
+            return self._slid.undo(name, tensor)
+
+    @property
+    def is_slid(self) -> bool:
+        """Whether it is SlideSparse's, whose weights only this reader gives as they were."""
+        return self._slid is not None and self._slid.is_slid
 
     def by_file(self) -> Iterator[tuple[Path, list[str]]]:
         """Each file and the names of its tensors, the layers in the order of their numbers."""
@@ -476,7 +488,11 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
-        return tuple(self._files[name].get_slice(name).get_shape())
+        found = tuple(self._files[name].get_slice(name).get_shape())
+        if self._slid is None:
+            return found
+        with _named(self.path):
+            return self._slid.shape(name, found)
 
     def packed(self, layer: str, device: torch.device | None = None) -> PackedWeight:
         """The validated packed weight of a layer; ValueError with the layer's name where it is none."""
@@ -626,6 +642,15 @@ def _files_of_index(index: Path) -> list[Path]:
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index}: weight_map is {names!r}, expected a file's name for each tensor")
     return sorted({index.parent / Path(name).name for name in names.values()})
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A ValueError with the folder's name before it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 @contextlib.contextmanager

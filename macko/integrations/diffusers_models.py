@@ -126,6 +126,30 @@ def _whoever_packed_it(dequantize: Any) -> Any:
     return dequantize_
 
 
+def _placed(load: Any) -> Any:
+    """With MackoConfig(offload=True): reads the model on the CPU, then puts its parts where a device_map says."""
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(kwargs.get("quantization_config"), "offload", False):
+            return load(cls, *args, **kwargs)
+        from .placing import PLACING, dispatch
+        from .transformers import OFFLOADS
+
+        placing = {name: kwargs.pop(name, None) for name in PLACING}
+        token = OFFLOADS.set(True)
+        try:
+            found = load(cls, *args, **kwargs)
+        finally:
+            OFFLOADS.reset(token)
+        model, places = found[0] if isinstance(found, tuple) else found, placing["device_map"]
+        automatic = isinstance(places, str) and places in ("auto", "balanced", "balanced_low_0", "sequential")
+        kept = model._get_no_split_modules(places) if automatic else ()
+        dispatch(model, kept, getattr(model, "_skip_keys", None), **placing)
+        return found
+
+    return from_pretrained
+
+
 def _guard(model_class: type) -> None:
     """Methods that models define each by itself, or have of a mixin."""
     for name, around in (("fuse_qkv_projections", _not_fused), ("fuse_lora", _where_sums_are_held)):
@@ -146,6 +170,7 @@ def register() -> None:
         _guard(cls)
 
     wrap(base, "save_pretrained", _with_packed)
+    wrap(base, "from_pretrained", _placed)
     wrap(base, "dequantize", _whoever_packed_it)
     for known in base.__subclasses__():
         _guard(known)

@@ -29,10 +29,10 @@ from ..choose.options import Options
 from ..files import join, packed_state, quant_method, version_of
 from ..nn.experts import SparseExperts, UnfoldedExperts, saved_by_expert, unfolded
 from ..nn.linear import SparseLinear
-from ..nn.offload import offloadable_
 from ..nn.report import format_bytes
 from ..weights import saved_as
 from . import tensor_parallel, wrap
+from .placing import PLACING, dispatch
 from .transformers import IGNORES_SIZES, OFFLOADS, MackoConfig, renamer
 
 #: Parts of names that wrappers put between a model's own, by whose names from_pretrained would find nothing.
@@ -300,7 +300,7 @@ def _from_packed(load: Any) -> Any:
                 "folder of save_pretrained, or load the state into a model after sparsify_"
             )
         offloads = bool(getattr(given.get("quantization_config"), "offload", False))
-        placing = {name: kwargs.pop(name, None) for name in _PLACING} if offloads else {}
+        placing = {name: kwargs.pop(name, None) for name in PLACING} if offloads else {}
         tokens = IGNORES_SIZES.set(bool(given.get("ignore_mismatched_sizes"))), OFFLOADS.set(offloads)
         try:
             found = load(cls, *args, **kwargs)
@@ -308,29 +308,12 @@ def _from_packed(load: Any) -> Any:
             IGNORES_SIZES.reset(tokens[0])
             OFFLOADS.reset(tokens[1])
         if offloads:
-            _dispatch(found[0] if isinstance(found, tuple) else found, **placing)
+            model: Any = found[0] if isinstance(found, tuple) else found
+            kept = list(getattr(model, "_no_split_modules", None) or ())
+            dispatch(model, kept, model._skip_keys_device_placement, **placing)
         return found
 
     return from_pretrained
-
-
-#: Arguments of from_pretrained that say where parts of a model go.
-_PLACING = ("device_map", "max_memory", "offload_folder", "offload_buffers")
-
-
-def _dispatch(model: Any, device_map: Any, max_memory: Any, offload_folder: Any, offload_buffers: Any) -> None:
-    """Puts a model's parts where a device_map says, by accelerate's hooks."""
-    from accelerate import dispatch_model, infer_auto_device_map
-
-    offloadable_(model)
-    if device_map is None:
-        return
-    if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
-        kept = list(getattr(model, "_no_split_modules", None) or ())
-        device_map = infer_auto_device_map(model, max_memory, no_split_module_classes=kept)
-    places = device_map if isinstance(device_map, dict) else {"": device_map}
-    skipped = model._skip_keys_device_placement
-    dispatch_model(model, places, offload_dir=offload_folder, offload_buffers=bool(offload_buffers), skip_keys=skipped)
 
 
 def _check_quantization_config(folder: Any) -> None:

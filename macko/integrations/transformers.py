@@ -594,7 +594,7 @@ def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: 
         options |= {"quantization_config": config, "output_loading_info": True}
         if has_four_bits(file.config):
             warnings.warn(f"{folder}: its weights have 4 bits, and are unpacked to 16 to be packed", stacklevel=2)
-        elif sparsity_format(file.config) is None:
+        elif sparsity_format(file.config) is None and not file.is_slid:
             return _whole(folder, kind, folder, **{"dtype": "auto", **options})
         for name in ("quantization_config", "compression_config", "sparsity_config"):
             if hasattr(about, name):

@@ -1,7 +1,5 @@
 """What the tests share: devices, masks, data, and comparisons whose bounds are derived, never typed in."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

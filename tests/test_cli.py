@@ -1,7 +1,5 @@
 """The command line, end to end on small folders, and the import of compressed-tensors checkpoints written by hand."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """What only a GPU can get wrong: many warps at once, alignment, streams, graphs, devices, unchecked content."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """EC-CSR: what extraction, packing, the checks and the kernels can get wrong. Same tests on the CPU and on a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import subprocess

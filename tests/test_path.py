@@ -1,7 +1,5 @@
 """The knobs, and the room that decides which kernel multiplies."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Diffusion models of diffusers, random and tiny, but wide enough that dense12's slabs are fewer bytes."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

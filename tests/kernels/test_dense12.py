@@ -1,7 +1,5 @@
 """What dense12 alone has: a table for any range of exponents, and packing from a dense weight as it lies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

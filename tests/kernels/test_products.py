@@ -3,8 +3,6 @@
 Descriptors are in codecs.py: of the slab codecs, and of the formats of rows. What one format alone has is in its file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan of the kernel for GPUs without wgmma (csrc/slab/ring_plan.h), on the host: every device's shared memory."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the tile layout alone has: the plans of its kernels, each way to run them, models. The rest: test_slabs.py."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import dataclasses

@@ -51,7 +51,7 @@ class Table:
 
     head: str
     row: str
-    none: str = ""
+    none: str = "-"
     needs: str = ""
     foot: Sequence[tuple[Callable[[list[Any]], Any], str]] = ()
 
@@ -117,7 +117,7 @@ def engines_where(lines: Lines) -> str:
 def columns_of(first: str, names: Sequence[str], form: str) -> Table:
     """A column for each of `wide`'s names: what `form` makes of it, with % for the name."""
     cells = [form.replace("%", re.sub("[.:]", "", name)) for name in names]
-    return Table(" | ".join((re.sub(r"[{}]", "", first), *names)), " | ".join((first, *cells)), none="-")
+    return Table(" | ".join((re.sub(r"[{}]", "", first), *names)), " | ".join((first, *cells)))
 
 
 SLIDE = columns_of(
@@ -239,10 +239,6 @@ CLAIMS = """\
 - One core of a Zen 5 CPU with AVX-512: **{cpu:.2f}x** for one token ([figures](docs/cpu.md))."""
 
 
-def image(name: str, alt: str) -> Callable[[Lines], str]:
-    return lambda lines: f"![{alt}](images/{name}.svg)"
-
-
 BENCH_SUMMARY = Table(
     "what | model | dense, ms | sparse, ms | dense, peak GB | sparse, peak GB",
     "{title} | {stored} | {dense_ms:.2f} | {ms:.2f} ({gain:.2f}x) | {dense_peak_gb:.1f} | {peak_gb:.1f}",
@@ -256,15 +252,15 @@ SPARSE11 = Table(
     needs="sparse11 50% n",
 )
 #: Runs of an engine that are told, on one GPU and on two.
-ENGINES, ENGINES_TWO = (
+ENGINES, ENGINES_TWO, ENGINES_EXPERTS = (
     Table(
         " | ".join((f"ms | {gb}", *runs)),
-        " | ".join(("{side} | {peak_gb:.2f}", *(f"{{{run} ms:.2f}}[ ({{{run} faster:.2f}}x)]" for run in runs))),
-        none="-",
+        " | ".join((f"{name} | {{peak_gb:.2f}}", *(f"{{{run} ms:.2f}}[ ({{{run} faster:.2f}}x)]" for run in runs))),
     )
-    for gb, runs in (
-        ("GB", ("1 seq", "8 seq", "16 seq", "32 seq", "64 seq", "prompt of 2048")),
-        ("GB a GPU", ("1 seq", "8 seq", "32 seq", "prompt of 128")),
+    for name, gb, runs in (
+        ("{side}", "GB", ("1 seq", "8 seq", "16 seq", "32 seq", "64 seq", "prompt of 2048")),
+        ("{side}", "GB a GPU", ("1 seq", "8 seq", "32 seq", "prompt of 128")),
+        ("{title}", "GB a GPU", ("1 seq", "8 seq", "32 seq", "64 seq", "prompt of 128", "prompt of 2048")),
     )
 )
 #: Of those in float16 these; in bfloat16 all.
@@ -272,7 +268,6 @@ ENGINE_ROWS = {"dense", "macko", "macko, float16 that was bfloat16", "int4, grou
 LOADING = Table(
     "model | GPUs | side | weights, s | over dense | weights, GB a GPU",
     "{of} | {ranks} | {model}, from a {from} folder | {weights_s:.2f} | {share:.2f}x | {peak_gb:.2f}",
-    none="-",
 )
 TRANSFORMERS = Table(
     " | GB a GPU | loading, s" + "".join(f" | {n} seq., ms" for n in (1, 8, 32)),
@@ -356,11 +351,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         lambda *path: [row for row in records.rivals(*path) if path or row["kernel"] not in LEFT_RIVALS],
         Table(" | bytes a weight | result is off by | @ token(s)", "{label} | {size:.2f} | {off:.1%} | {@ mean}"),
     ),
-    "rivals plot": (records.rivals, image("rivals", "speed-up of exact and of rounded weights by tokens")),
     "rings where": (lambda: read(H100 / "rings.jsonl"), WHERE),
     "rings": (
         records.rings,
-        Table("tokens | dense12 | dense8, fp8 | tile, 4096 x 4096 alone | sparse11, 4096 x 4096 alone",
+        Table("tokens | dense12 | dense8, fp8 | tile | sparse11",
               "{tokens} | {dense12_rings bfloat16 mean} | {dense8_fp8_rings bfloat16 mean} | "
               "{tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean}"),
     ),
@@ -473,7 +467,6 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{sparsity:.0%} sparse, {stored} | {error:.2g} | {largest:.2g} | {bounds}"),
     ),
     "engines where": (lambda: records.vllm(H200), engines_where),
-    "engines plot": (lambda: records.vllm(H200), image("engines", "speed over dense by sequences at once")),
     "engines": (
         lambda: [
             row for row in records.engines_wide(H200, compiled=True)
@@ -485,12 +478,14 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "engines two where": (lambda: records.vllm(H100), engines_where),
     "engines two": (lambda: records.engines_wide(H100, ranks=2), ENGINES_TWO),
     "engines two 70b": (lambda: records.engines_wide(H100, ranks=2, hidden=8192), ENGINES_TWO),
+    "engines experts where": (records.engines_experts, engines_where),
+    "engines experts": (records.engines_experts, ENGINES_EXPERTS),
     "engines loading": (lambda: records.loading(H200, ranks=1) + records.loading(H100), LOADING),
     "engines transformers": (lambda: records.transformers(4096), TRANSFORMERS),
     "engines transformers 70b": (lambda: records.transformers(8192), TRANSFORMERS),
     "engines continuous": (
         records.continuous,
-        Table("tokens/s | @ request(s)", "{way} | {@ tokens_per_s:.0f}[ ({@ faster:.2f}x)]", none="-"),
+        Table("tokens/s | @ request(s)", "{way} | {@ tokens_per_s:.0f}[ ({@ faster:.2f}x)]"),
     ),
     "engines shards": (
         lambda: [line for line in records.shards() if line["kernel"] == "tile"],
@@ -588,7 +583,6 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         lambda: [x for x in told(records.quality(), "perplexity_ratio") if x["name"] not in ("sparsegpt", "wanda")],
         QUALITY_ALL,
     ),
-    "quality plot": (records.quality, image("quality", "quality lost by bytes a weight")),
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def test_of_lines_alike_the_last_one_counts(tmp_path: Path) -> None:
 
 
 def test_a_table_has_a_column_for_each_name() -> None:
-    table = Table("side | @ request(s) | never", "{side} | {@ ms:.1f}[ ({@ faster:.2f}x)] | {nothing}", none="-")
+    table = Table("side | @ request(s) | never", "{side} | {@ ms:.1f}[ ({@ faster:.2f}x)] | {nothing}")
     some = wide(lines(1, 2, faster=3.0) + lines(4, side="theirs"), "{side}", "{batch}")
     assert table(some).splitlines() == [
         "| side | 1 request | 2 requests |",

@@ -295,7 +295,7 @@ def test_state_dict_over_other_content_and_sizes() -> None:
     """Without its extra state too, where the format is the same."""
     layer = sparse_layer(density=0.3)
     state = nn.Sequential(layer).state_dict()
-    for bits, left_out in ((2, None), (layer.packed.delta_bits, "0._extra_state")):
+    for bits, left_out in ((2, None), (int(layer.packed.sizes()["delta_bits"]), "0._extra_state")):
         packed = MackoWeight.from_dense(random_weight(ROWS, COLS, 0.8, torch.bfloat16), delta_bits=bits)
         other = SparseLinear.from_packed(packed, torch.zeros(ROWS, dtype=torch.bfloat16))
         nn.Sequential(other).load_state_dict({name: t for name, t in state.items() if name != left_out})

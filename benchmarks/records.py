@@ -660,11 +660,13 @@ def claims() -> Lines:
     gains = [line["gain"] for line in token]
     by = wide(engines(H200, what="decode", compiled=True), "{batch}", "{side}")
     faster = [x["batch"] for x in by if x.get("macko, bfloat16 gain", 0) > x.get("fp8 W8A8, bfloat16 gain", 9)]
+    llama = next(x for x in bench_pairs(what="decode", dtype="bfloat16") if x["size"] == 1 and not x["values"])
     one = one_core(8192, path="avx512", dtype="bfloat16", density=0.5, format="bitmap")
     return [
         {
             "paper": geomean(gains), "shapes": len(gains), "least": min(gains), "sequences": max(faster),
             "lossless": next(x["gain"] for x in lossless() if x["model"] == "dense12"), "cpu": one[-1]["gain"],
+            "speed": 1e3 / llama["ms"], "dense_speed": 1e3 / llama["dense_ms"],
         }
     ]  # fmt: skip
 

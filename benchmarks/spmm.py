@@ -181,8 +181,9 @@ class Shape:
         self.inputs = {n: torch.randn(n, cols, device="cuda", dtype=dtype, generator=self.generator) for n in numbers}
 
     def time_dense(self) -> None:
-        """F.linear, and for one token torch.mv where that is faster."""
+        """F.linear, and for one token torch.mv where that is faster; and a copy of the matrix."""
         weights = [tensors[0] for tensors in copies([self.dense])]
+        self.clone_us = time_graph([w.clone for w in weights], replays=5, warmup=1, min_launches=8).median_us
         self.dense_us = {}
         for n, x in self.inputs.items():
             timing = time_calls([partial(F.linear, x, c) for c in weights], n)
@@ -201,8 +202,11 @@ class Shape:
         speedups, shown, about = {}, [], {"density": density, "mask": mask}
         if isinstance(held, Kernel) and held.kind and kernel.removesuffix("_fp8") == held.kind.format:
             timing, moved = held.time_unpack(w), held.nbytes + w.nbytes
-            shown.append(f"unpack: {timing.median_us:.2f} ({moved / timing.median_us / 1e6:.2f} TB/s)")
-            self.write(timing, kernel=f"{kernel}_unpack", tokens=0, moved_bytes=moved, **about)
+            rate = moved / timing.median_us / 1e6
+            share = rate / (2 * w.nbytes / self.clone_us / 1e6)
+            shown.append(f"unpack: {timing.median_us:.2f} ({rate:.2f} TB/s, {share:.2f} of a copy's)")
+            facts = {"moved_bytes": moved, "clone_us": round(self.clone_us, 3)}
+            self.write(timing, kernel=f"{kernel}_unpack", tokens=0, **facts, **about)
         for n, x in self.inputs.items():
             if n not in held.sizes:
                 continue

@@ -22,6 +22,7 @@
 #include <type_traits>
 
 #include "../core/cuda.cuh"
+#include "../core/flags.cuh"
 #include "../core/pipeline.cuh"
 #include "codec.cuh"
 #include "many_plan.h"
@@ -164,16 +165,6 @@ __device__ __forceinline__ void make_barriers(uint32_t smem) {
                                                                          : 1);
     sm90::fence_barrier_init(); // copies may use them, and all warps of both blocks that have waited
     __syncwarp();
-}
-
-// A flag in device memory: what this thread has written before is there for who acquires the epoch.
-__device__ __forceinline__ void store_release(uint64_t *at, uint64_t value) {
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
-__device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
-    uint64_t found;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
-    return found;
 }
 
 // ---- Producers: a warp each ----

@@ -24,6 +24,7 @@
 #include <type_traits>
 
 #include "../core/cuda.cuh"
+#include "../core/flags.cuh"
 #include "codec.cuh"
 #include "ring_plan.h"
 
@@ -133,11 +134,6 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
         wait_copies<1>();
     else
         wait_copies<0>();
-}
-__device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
-    uint64_t found;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
-    return found;
 }
 __device__ __forceinline__ void ring_pdl_wait() {
 #if __CUDA_ARCH__ >= 900
@@ -412,8 +408,7 @@ struct ring_exchange {
                     [&](int eight, const float *s) { *of(block, eight) = make_float4(s[0], s[1], s[2], s[3]); });
         __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0)
-            asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + block), "l"(task.epoch) : "memory");
+        if (threadIdx.x == 0) store_release(flags + block, task.epoch);
     }
     // What the blocks before have of the row block that begins with this slab. By each group before its last stage has
     // come: then it is mostly there, and nothing waits for it.

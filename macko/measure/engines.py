@@ -142,12 +142,16 @@ def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str
     return results
 
 
-def in_a_process(measure: Callable[..., None], *what: Any) -> Generator[Any, None, None]:
-    """What measure(*what, pipe) sends from a process of its own that can use CUDA, until it fails or takes too long."""
+def in_a_process(measure: Callable[..., None], *what: Any, seconds: float | None = None) -> Generator[Any, None, None]:
+    """What measure(*what, pipe) sends from a process of its own that can use CUDA, until it fails or time is over.
+
+    seconds: that it may take, TIMEOUT by default.
+    """
     # Not a fork of this process: transformers may have asked for GPUs here, and no fork can use CUDA after that. Nor
     # can a fork of one that imports vLLM alone, where vLLM has asked.
+    end = time.monotonic() + (TIMEOUT if seconds is None else seconds)
     for method in ("forkserver", "spawn"):
-        with contextlib.closing(_messages(method, measure, *what)) as messages:
+        with contextlib.closing(_messages(method, end, measure, *what)) as messages:
             for found in messages:
                 if found == _NO_CUDA:
                     break
@@ -160,8 +164,8 @@ def in_a_process(measure: Callable[..., None], *what: Any) -> Generator[Any, Non
 _NO_CUDA = "no CUDA"
 
 
-def _messages(method: str, measure: Callable[..., None], *what: Any) -> Generator[Any, None, None]:
-    """What _run sends from a process that is started so, until it fails or takes too long."""
+def _messages(method: str, end: float, measure: Callable[..., None], *what: Any) -> Generator[Any, None, None]:
+    """What _run sends from a process that is started so, until it fails or the clock is at `end`."""
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(_SLOW)
@@ -169,7 +173,7 @@ def _messages(method: str, measure: Callable[..., None], *what: Any) -> Generato
     process = context.Process(target=_run, args=(measure, *what, ours))
     process.start()
     ours.close()
-    end, wait = time.monotonic() + TIMEOUT, 0
+    wait = 0
     try:
         while theirs.poll(max(0, end - time.monotonic())):
             if (found := theirs.recv()) is None:

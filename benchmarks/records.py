@@ -219,9 +219,9 @@ def pace() -> Lines:
     return wide(ranked(lines, "rows", "cols", way=ways.values()), "{way}, {pace}", "{rows} x {cols}")
 
 
-def rings(folder: Path = H100) -> Lines:
+def rings() -> Lines:
     """A few tokens by the kernel of GPUs without wgmma; where only some of the five shapes ran, of how many."""
-    lines = read(folder / "rings.jsonl", "kernel", "tokens", "density", "rows", "cols", "dtype")
+    lines = read(H100 / "rings.jsonl", "kernel", "tokens", "density", "rows", "cols", "dtype")
     rows = ranked(wide(lines, "{tokens}", "{kernel} {dtype}"), "tokens")
     for row in rows:
         for name in row["@"]:
@@ -574,13 +574,18 @@ EC_VARIANTS = ["paper, 4 bits", "paper, 8 bits", "no blocks, 4 bits", "16 lanes"
 EC_OTHERS = ["dense", "CSR", "sell"]
 
 
-def ec() -> Lines:
-    """Of each variant; of the others how many times as fast the fastest variant is."""
-    lines = read(H200 / "ec.jsonl", "rows", "cols", "density", "variant", what="spmv", dtype="float16")
+def ec(lines: Lines | None = None) -> Lines:
+    """Of each variant; of the others how many times as fast the fastest variant is. `lines`: else an H200's."""
+    lines = lines or read(H200 / "ec.jsonl", "rows", "cols", "density", "variant", what="spmv", dtype="float16")
     for line in against(lines, {"variant": {*EC_VARIANTS}}, "rows", "cols", "density", value="time_us"):
         best = line["time_us"] == line["dense_time_us"]
         line |= {"us": f"**{line['time_us']:.1f}**" if best else f"{line['time_us']:.1f}", "best": 1 / line["gain"]}
     return lines
+
+
+def ec_model() -> Lines:
+    """The same of masks of a trained model, on an H100."""
+    return wide(ec(read(H100 / "ec.jsonl", "rows", "cols", "variant", mask=...)), "{rows}x{cols}", "{variant}")
 
 
 def ec_padding() -> Lines:
@@ -589,11 +594,12 @@ def ec_padding() -> Lines:
         ("uniform", 4096): "uniform, 4096 x 4096",
         ("uneven_rows", 2048): "as SparseGPT makes it, 2048 x 8192",
         ("MiniLM output.dense", 384): "MiniLM's, by magnitude, 384 x 1536",
+        **{(f"mpnet-sparsegpt-{zeros}", None): "all-mpnet-base-v2's, by SparseGPT" for zeros in (0.7, 0.8, 0.9)},
     }
     lines = [x for x in formats() if "paper" in x["format"] and (x["mask"], x["rows"]) in titles and x["density"] < 0.4]
     for line in lines:
         line |= {"title": titles[line["mask"], line["rows"]], "padding": line["stored"] / line["nonzeros"] - 1}
-    return ranked(wide(lines, "{title}", "{format} {density}"), title=titles.values())
+    return ranked(wide(lines, "{title}", "{format} {density}"), title=dict.fromkeys(titles.values()))
 
 
 def formats(**only: Any) -> Lines:

@@ -27,7 +27,7 @@ from benchmarks import EIGHT, records
 from benchmarks.records import CPU, H100, H200, ROOT, Line, Lines, geomean, ranked, read, show, wide
 
 #: In the place of a table without lines.
-NO_LINES = "Not measured yet."
+NO_LINES = "Not measured yet: nobody has run the command on a GPU."
 
 
 class Over(dict[str, Any]):
@@ -359,13 +359,6 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{tokens} | {dense12_rings bfloat16 mean} | {dense8_fp8_rings bfloat16 mean} | "
               "{tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean}"),
     ),
-    "rings h200 where": (lambda: read(H200 / "rings.jsonl"), WHERE),
-    "rings h200": (
-        lambda: records.rings(H200),
-        Table("tokens | tile | sparse11 | tile, float16 | sparse8, fp8, float16",
-              "{tokens} | {tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean} | {tile_rings float16 mean} | "
-              "{sparse8_fp8_rings float16 mean}"),
-    ),
     "experts where": (lambda: read(H100 / "experts.jsonl"), WHERE),
     "experts": (
         records.experts,
@@ -479,8 +472,7 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "engines two where": (lambda: records.vllm(H100), engines_where),
     "engines two": (lambda: records.engines_wide(H100, ranks=2), ENGINES_TWO),
     "engines two 70b": (lambda: records.engines_wide(H100, ranks=2, hidden=8192), ENGINES_TWO),
-    "engines experts where": (records.engines_experts, engines_where),
-    "engines experts": (records.engines_experts, ENGINES_EXPERTS),
+    "engines experts": (records.engines_experts, lambda lines: engines_where(lines) + "\n\n" + ENGINES_EXPERTS(lines)),
     "engines loading": (lambda: records.loading(H200, ranks=1) + records.loading(H100), LOADING),
     "engines transformers": (lambda: records.transformers(4096), TRANSFORMERS),
     "engines transformers 70b": (lambda: records.transformers(8192), TRANSFORMERS),
@@ -495,10 +487,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     ),
     "slide where": (records.slide, WHERE),
     "slide linears": (records.slide_gains, SLIDE),
-    "slide vllm": (records.slide_vllm, SLIDE_VLLM),
-    "slide vllm where": (
+    "slide vllm": (
         records.slide_vllm,
-        paragraph("{gpu}, driver {driver}, vLLM {vllm}, torch {torch}, commit {commits}; {layers} of 28 blocks."),
+        lambda lines: paragraph("{gpu}, driver {driver}, vLLM {vllm}, torch {torch}, commit {commits}; {layers} of 28 "
+                                "blocks.")(lines) + "\n\n" + SLIDE_VLLM(lines),
     ),
     "slide mma": (records.slide_mma, SLIDE_MMA),
     "slide mma where": (
@@ -522,6 +514,7 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     ),
     "ec where": (records.ec, WHERE),
     "ec": (lambda: wide([x for x in records.ec() if x["density"] == 0.3], "{rows}x{cols}", "{variant}"), EC),
+    "ec model": (records.ec_model, lambda lines: WHERE(lines) + "\n\n" + EC(lines)),
     "ec padding": (
         records.ec_padding,
         Table("mask" + "".join(f" | {bits} bits, {zeros} %" for bits in (4, 8) for zeros in (70, 80, 90)),

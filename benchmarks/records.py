@@ -576,7 +576,8 @@ EC_OTHERS = ["dense", "CSR", "sell"]
 
 def ec(lines: Lines | None = None) -> Lines:
     """Of each variant; of the others how many times as fast the fastest variant is. `lines`: else an H200's."""
-    lines = lines or read(H200 / "ec.jsonl", "rows", "cols", "density", "variant", what="spmv", dtype="float16")
+    if lines is None:
+        lines = read(H200 / "ec.jsonl", "rows", "cols", "density", "variant", what="spmv", dtype="float16")
     for line in against(lines, {"variant": {*EC_VARIANTS}}, "rows", "cols", "density", value="time_us"):
         best = line["time_us"] == line["dense_time_us"]
         line |= {"us": f"**{line['time_us']:.1f}**" if best else f"{line['time_us']:.1f}", "best": 1 / line["gain"]}

@@ -591,7 +591,7 @@ def ec_model() -> Lines:
 
 def ec_padding() -> Lines:
     """Zeros that the paper's layout stores, over the non-zeros, by mask and sparsity."""
-    titles = {
+    titles: dict[tuple[str, int | None], str] = {
         ("uniform", 4096): "uniform, 4096 x 4096",
         ("uneven_rows", 2048): "as SparseGPT makes it, 2048 x 8192",
         ("MiniLM output.dense", 384): "MiniLM's, by magnitude, 384 x 1536",

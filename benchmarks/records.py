@@ -369,6 +369,12 @@ def lossless() -> Lines:
     return ranked(ranked(lines, model=("dense", "dense12", *RIVAL_LAYERS)), "batch")
 
 
+def wheels() -> Lines:
+    """Of verify.wheel, without GPU kernels."""
+    lines = [line for line in read(ROOT / "benchmarks/results/code/wheel.jsonl") if len(line["libraries"]) == 1]
+    return [line | {"mb": line["bytes"] / 1e6, "installed_mb": line["installed_bytes"] / 1e6} for line in lines]
+
+
 def whole_models(path: Path = H200 / "models.jsonl") -> Lines:
     """What the blocks that benchmarks.models pruned say of the whole model."""
     lines = read(path, "step", of_blocks=...)

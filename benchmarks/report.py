@@ -421,6 +421,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table("sequences | model | ms a token | over dense | peak GB",
               "{batch} | {model} | {ms:.2f} | {gain:.2f}x | {peak_gb:.1f}"),
     ),
+    "wheel": (
+        records.wheels,
+        paragraph("A wheel of the CPU kernels alone: {mb:.1f} MB, installed {installed_mb:.1f} MB (commit {commit})."),
+    ),
     "models": (
         lambda: read(H200 / "models.jsonl", "step", step=LOADED),
         lambda lines: WHERE(lines) + "\n\n" + Table(

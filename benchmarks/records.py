@@ -473,9 +473,9 @@ def loading(folder: Path, **only: Any) -> Lines:
     return lines
 
 
-def transformers(hidden: int) -> Lines:
+def transformers() -> Lines:
     """Of benchmarks.engines: dense and packed, on one GPU and two."""
-    lines = read(H100 / "transformers.jsonl", "what", "folder", "ranks", "batch", hidden=hidden, rank=0, ms=...)
+    lines = read(H100 / "transformers.jsonl", "what", "folder", "ranks", "batch", hidden=4096, rank=0, ms=...)
     for line in against(lines, {"folder": "dense"}, "what", "ranks", "batch"):
         line |= {"s": line["ms"] / 1e3, "gpus": f"{line['ranks']} GPU{'s' * (line['ranks'] > 1)}"}
         line |= {"step_ms": line["ms"]} if "batch" in line else {"batch": 0, "peak_gb": (line["peak_bytes"] or 0) / 1e9}

@@ -477,15 +477,14 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "engines two": (lambda: records.engines_wide(H100, ranks=2), ENGINES_TWO),
     "engines two 70b": (lambda: records.engines_wide(H100, ranks=2, hidden=8192), ENGINES_TWO),
     "engines experts": (records.engines_experts, lambda lines: engines_where(lines) + "\n\n" + ENGINES_EXPERTS(lines)),
-    "engines loading": (lambda: records.loading(H200, ranks=1) + records.loading(H100), LOADING),
-    "engines transformers": (lambda: records.transformers(4096), TRANSFORMERS),
-    "engines transformers 70b": (lambda: records.transformers(8192), TRANSFORMERS),
+    "engines loading": (lambda: records.loading(H200, ranks=1) + records.loading(H100, hidden=4096), LOADING),
+    "engines transformers": (records.transformers, TRANSFORMERS),
     "engines continuous": (
-        records.continuous,
+        lambda: [line for line in records.continuous() if line["graphs"]],
         Table("tokens/s | @ request(s)", "{way} | {@ tokens_per_s:.0f}[ ({@ faster:.2f}x)]"),
     ),
     "engines shards": (
-        lambda: [line for line in records.shards() if line["kernel"] == "tile"],
+        lambda: [line for line in records.shards() if line["kernel"] == "tile"][::2],
         Table("rows x cols | of dense bytes" + "".join(f" | {n}" for n in ("1 token", 8, 32, 64)),
               "{rows} x {cols} | {1 share:.2f}" + "".join(f" | {{{n} gain:.2f}}x" for n in (1, 8, 32, 64))),
     ),
@@ -512,7 +511,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         ),
     ),
     "canonical others": (
-        lambda: [x for x in records.canonical(False) if (x["dtype"], x["rows"]) == ("float16", 8192)],
+        lambda: [
+            x for x in records.canonical(False)
+            if (x["dtype"], x["rows"]) == ("float16", 8192) and (x["delta_bits"] == 4 or x["density"] != 0.5)
+        ],
         Table("8192x8192, density | delta bits | rows | dense, us | macko, us",
               "{density:g} | {delta_bits} | {even} | {dense_us:.1f} | {spmv_us:.1f} ({speedup:.2f}x)"),
     ),
@@ -565,7 +567,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{method} | {tokens} | {seconds:.1f} | {minutes:.1f} | {peak_gb:.1f}"),
     ),
     "quality encoder": (
-        lambda: told(records.quality(CPU / "quality.jsonl", "embeddings"), "-cosine"),
+        lambda: [
+            line for line in told(records.quality(CPU / "quality.jsonl", "embeddings"), "-cosine")
+            if line["name"] != "wanda" and line["sparsity"] != 0.3
+        ],
         Table("model | bytes a weight | cosine to dense | rank correlation",
               "{title} | {bytes:.2f} | {cosine:.4f} | {rank_correlation:.4f}"),
     ),

@@ -201,6 +201,18 @@ def text(dense: Path, tmp_path: Path) -> str:
     return str(file)
 
 
+def test_pieces_are_as_long_as_the_tokenizer_allows(dense: Path, text: str, tmp_path: Path) -> None:
+    """A RoBERTa has fewer positions than its config says: they begin after that of padding, here the rare letter 4."""
+    from transformers import AutoTokenizer, RobertaConfig, RobertaModel
+
+    sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 1}
+    config = RobertaConfig(**sizes, num_attention_heads=4, max_position_embeddings=34, pad_token_id=4)
+    RobertaModel(config).save_pretrained(tmp_path / "roberta")
+    AutoTokenizer.from_pretrained(dense, model_max_length=29).save_pretrained(tmp_path / "roberta")
+    command = ["prune", str(tmp_path / "roberta"), str(tmp_path / "out"), "--calibration", text, "--samples", "2"]
+    assert main(command) == 0
+
+
 def test_calibration_that_cannot_be(
     dense: Path, text: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -473,7 +473,7 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         ENGINES,
     ),
     "engines not compiled": (lambda: records.engines_wide(H200), ENGINES),
-    "engines two where": (lambda: records.vllm(H100), engines_where),
+    "engines two where": (lambda: records.vllm(H100, mixture=""), engines_where),
     "engines two": (lambda: records.engines_wide(H100, ranks=2), ENGINES_TWO),
     "engines two 70b": (lambda: records.engines_wide(H100, ranks=2, hidden=8192), ENGINES_TWO),
     "engines experts": (records.engines_experts, lambda lines: engines_where(lines) + "\n\n" + ENGINES_EXPERTS(lines)),

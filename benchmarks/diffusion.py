@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -181,12 +182,7 @@ def time_steps(args: argparse.Namespace) -> None:
         "difference": (outputs["dense"].float() - outputs["packed"].float()).abs().max().item() / scale,
     }  # fmt: skip
     append_jsonl(args.out, **provenance(), **about)
-    share = about["bytes"] / about["dense_bytes"]
-    print(
-        f"{args.model}: {about['dense_bytes'] / 1e9:.2f} GB, packed {share:.4f} of it in {packing:.1f} s; a step "
-        f"{step['dense'] * 1e3:.1f} ms, packed {step['packed'] / step['dense']:.3f} of it; they differ by "
-        f"{about['difference']:.4f} of their deviation at most"
-    )
+    print(json.dumps(about), flush=True)
 
 
 def count_sizes(args: argparse.Namespace) -> None:
@@ -227,16 +223,25 @@ WAYS: dict[str, Callable[[Any], Callable[[], None] | None]] = {
 }
 
 
+def place(model: Any, way: str) -> None:
+    """The model to where its weights begin: for a stream in pinned memory, where the offloader would copy them to."""
+    if "stream" in way:
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_pinned():
+                tensor.data = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+    else:
+        model.to("cuda" if way == "none" else "cpu")
+    torch.cuda.empty_cache()
+
+
 def take_away(model: Any) -> None:
-    """Whatever offloader there is, so that the next one may have the model; its weights are on the CPU then."""
+    """Whatever offloader there is, so that the next one may have the model."""
     for module in model.modules():
         if (registry := getattr(module, "_diffusers_hook", None)) is not None:
             for name in list(registry.hooks):
                 registry.remove_hook(name, recurse=False)
     remove_hook_from_module(model, recurse=True)
-    model.to("cpu")
     gc.collect()
-    torch.cuda.empty_cache()
 
 
 def time_offloads(args: argparse.Namespace) -> None:
@@ -247,13 +252,15 @@ def time_offloads(args: argparse.Namespace) -> None:
             told = macko.offloadable_(model)
         size, activations, wanted = nbytes(model), 0, dict[int, Tensor]()
         blocks = [nbytes(block) for part in model.children() if isinstance(part, nn.ModuleList) for block in part]
-        few = min(args.steps, args.slow_steps)
-        for way in args.ways.split(","):
-            steps = args.steps if way == "none" or "stream" in way else few
-            model.to("cuda" if way == "none" else "cpu")
-            torch.cuda.empty_cache()
+        few, ways = min(args.steps, args.slow_steps), args.ways.split(",")
+        slow = [way for way in ways if way != "none" and "stream" not in way]
+        for way in ways:
+            steps = few if way in slow else args.steps
+            begun = time.perf_counter()
+            place(model, way)
             after = WAYS[way](model)
             torch.cuda.synchronize()
+            placing = time.perf_counter() - begun
             torch.cuda.reset_peak_memory_stats()
             latents, seconds = denoise(model, args.model, steps)
             peak = torch.cuda.max_memory_allocated()
@@ -261,18 +268,18 @@ def time_offloads(args: argparse.Namespace) -> None:
                 after()
             if way == "none":
                 wanted, activations = {steps: latents}, peak - size
-                wanted[few] = latents if few == steps else denoise(model, args.model, few)[0]
+                if slow and few != steps:
+                    wanted[few] = denoise(model, args.model, few)[0]
             about = {
                 "what": "offload", "model": args.model, "layers": args.layers, "tokens": IMAGE + TEXT, "kind": kind,
                 "way": way, "steps": steps, "bytes": size, "rest_bytes": size - sum(blocks),
                 "two_blocks_bytes": 2 * max(blocks), "pinned_bytes": told and told.pinned, "peak_bytes": peak,
                 "weights_peak_bytes": peak - activations, "left_on_gpu": 0 if way == "none" else on_gpu(model),
                 "same": torch.equal(latents, wanted[steps]) if wanted else None,
-                "s": statistics.median(seconds[1:] or seconds), "all_s": seconds,
+                "place_s": placing, "s": statistics.median(seconds[1:] or seconds), "all_s": seconds,
             }  # fmt: skip
             append_jsonl(args.out, **provenance(), **about)
-            shown = {key: about[key] for key in about if key not in ("what", "all_s", "model", "layers", "tokens")}
-            print({key: round(v / 1e9, 3) if "bytes" in key and v else v for key, v in shown.items()}, flush=True)
+            print(json.dumps(about), flush=True)
             del latents
             take_away(model)
 

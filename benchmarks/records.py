@@ -219,16 +219,22 @@ def pace() -> Lines:
     return wide(ranked(lines, "rows", "cols", way=ways.values()), "{way}, {pace}", "{rows} x {cols}")
 
 
-def rings(folder: Path = H100) -> Lines:
-    """A few tokens by the kernel of GPUs without wgmma."""
-    return ranked(wide(read(folder / "rings.jsonl"), "{tokens}", "{kernel} {dtype}"), "tokens")
+def rings() -> Lines:
+    """A few tokens by the kernel of GPUs without wgmma; where only some of the five shapes ran, of how many."""
+    lines = read(H100 / "rings.jsonl", "kernel", "tokens", "density", "rows", "cols", "dtype")
+    rows = ranked(wide(lines, "{tokens}", "{kernel} {dtype}"), "tokens")
+    for row in rows:
+        for name in row["@"]:
+            if row[f"{name} n"] < 5 and f"{name} mean" in row:
+                row[f"{name} mean"] = f"{row[f'{name} gain']:.2f}x of {row[f'{name} n']}"
+    return rows
 
 
 def experts() -> Lines:
     """A stack in dense12 over torch's grouped product of the dense one, by model and matrix, and a module whole."""
     lines = [
         line | {"shape": f"{line['rows']} x {line['cols']}" if "rows" in line else "whole module"}
-        for line in read(H100 / "experts.jsonl")
+        for line in read(H100 / "experts.jsonl", "what", "model", "rows", "cols", "batch", "kernel")
         if line["kernel"] != "sparse11"  # of a mask that auto leaves
     ]
     gains = against(lines, {"kernel": "grouped_mm"}, "model", "shape", "batch", value="median_us")
@@ -259,7 +265,7 @@ _BYTES = ("bytes", "dense_bytes", "dense", "packed", "pinned_dense", "pinned_pac
 def one_gpu() -> Lines:
     """A model that a GPU holds in 12 bits only; bytes in GB."""
     sizes = ("bytes", "peak_bytes", "dense_bytes")
-    lines = read(H100 / "one_gpu.jsonl")
+    lines = read(H100 / "one_gpu.jsonl", "source", "batch")
     return [line | {name.replace("bytes", "gb"): line[name] / 1e9 for name in sizes} for line in lines]
 
 
@@ -335,15 +341,18 @@ def headline() -> Lines:
 
 
 def sparsity() -> Lines:
-    """By sparsity: a token of generate() as one waits for it, and as long as it keeps the GPU busy."""
-    path = H100 / "sparsity.jsonl"
-    busy = {(line["model"], line["sparsity"]): line["us"] / 1e3 for line in read(path, kernel="busy")}
-    lines = read(path, "model", "sparsity", what="decode", ms=...)
+    """By sparsity: a token of generate() as one waits for it, and as long as it keeps the GPU busy; over dense of the
+    same run."""
+    path, key = H100 / "sparsity.jsonl", ("model", "sparsity", "commit")
+    busy = {tuple(line[name] for name in key): line["us"] / 1e3 for line in read(path, kernel="busy")}
+    lines = read(path, *key, what="decode", ms=...)
     for line in lines:
         zeros = f"{line['sparsity']:.0%} zero" if line["sparsity"] else line["model"]
-        line |= {"title": zeros, "busy_ms": busy[line["model"], line["sparsity"]], "speed": 1e3 / line["ms"]}
-    lines = against(ranked(lines, "sparsity"), {"model": "dense"}, "batch")
-    return [{**line, "busy_gain": line["dense_busy_ms"] / line["busy_ms"]} for line in lines]
+        line |= {"title": zeros, "busy_ms": busy.get(tuple(line[name] for name in key)), "speed": 1e3 / line["ms"]}
+    for line in against(lines, {"model": "dense"}, "batch", "commit"):
+        if line["busy_ms"] and line.get("dense_busy_ms"):
+            line["busy_gain"] = line["dense_busy_ms"] / line["busy_ms"]
+    return ranked(newest(lines, "model", "sparsity"), "sparsity")
 
 
 def logits() -> Lines:
@@ -358,6 +367,12 @@ def lossless() -> Lines:
     """Decoding with dense12, and with what rounds the weights, over the dense model of the same run."""
     lines = against(bench("lossless", what="decode"), {"model": "dense"}, "batch")
     return ranked(ranked(lines, model=("dense", "dense12", *RIVAL_LAYERS)), "batch")
+
+
+def wheels() -> Lines:
+    """Of verify.wheel, without GPU kernels."""
+    lines = [line for line in read(ROOT / "benchmarks/results/code/wheel.jsonl") if len(line["libraries"]) == 1]
+    return [line | {"mb": line["bytes"] / 1e6, "installed_mb": line["installed_bytes"] / 1e6} for line in lines]
 
 
 def whole_models(path: Path = H200 / "models.jsonl") -> Lines:
@@ -410,6 +425,8 @@ def vllm(folder: Path, **only: Any) -> Lines:
         line |= {"ranks": arguments.get("tensor_parallel_size", 1), "dtype": arguments["dtype"]}
         line.setdefault("weights_dtype", None)  # of lines from before there was one
         line |= {"random": line["source"].startswith("random:"), "folder": Path(line["source"]).name}
+        name = line["folder"].removeprefix("random:")
+        line["mixture"] = name if re.search("mixtral|moe|qwen3", name) else ""
         line["side"] = engine_side(line)
         found.setdefault(tuple(line[name] for name in names), {})[line["commit"]] = line
     last = [[*runs.values()][-1] for runs in found.values()]
@@ -421,7 +438,7 @@ def vllm(folder: Path, **only: Any) -> Lines:
 
 def engines(folder: Path, **only: Any) -> Lines:
     """Over dense of the same dtype and run, as hosts differ."""
-    lines = [x for x in vllm(folder, **{"ranks": 1, "compiled": False, **only}) if x["ms"]]
+    lines = [x for x in vllm(folder, **{"ranks": 1, "compiled": False, "mixture": "", **only}) if x["ms"]]
     lines = [x for x in lines if x["random"] or x["ranks"] > 1]
     return against(lines, {"model": "dense"}, "what", "dtype", "batch", "prompt_tokens", "commit")
 
@@ -435,19 +452,30 @@ def engines_wide(folder: Path, hidden: int = 4096, **only: Any) -> Lines:
     return wide(lines, "{side}", "{run}")
 
 
+def engines_experts() -> Lines:
+    """Mixtures: a row a model and a side."""
+    lines = [line for line in vllm(H100) if line["mixture"] and line["what"] in ("decode", "prefill") and line["ms"]]
+    lines = against(lines, {"model": "dense"}, "mixture", "what", "dtype", "batch", "prompt_tokens", "ranks", "commit")
+    for line in lines:
+        line["run"] = f"{line['batch']} seq" if line["what"] == "decode" else f"prompt of {line['prompt_tokens']}"
+        line["peak_gb"] = (line["peak_bytes"] or 0) / 1e9
+        line["title"] = f"{line['mixture']}, {line['side']}" + f", {line['ranks']} GPUs" * (line["ranks"] > 1)
+    return wide(ranked(lines, "mixture", model=ENGINE_SIDES), "{title}", "{run}")
+
+
 def loading(folder: Path, **only: Any) -> Lines:
     """Seconds of the weights from the files to the GPUs, over dense of the same model on as many."""
     key = ("hidden", "ranks", "model", "folder")
-    lines = ranked(newest(vllm(folder, random=False, what="decode", **only), *key), *key)
+    lines = ranked(newest(vllm(folder, random=False, mixture="", what="decode", **only), *key), *key)
     for line in against(lines, {"model": "dense", "folder": "dense"}, "hidden", "ranks", value="weights_s"):
         line |= {"of": ENGINE_MODELS[line["hidden"]], "from": "packed" if line["folder"] == "sparse" else "dense"}
         line["share"] = line["weights_s"] / line["dense_weights_s"] if "gain" in line else None
     return lines
 
 
-def transformers(hidden: int) -> Lines:
+def transformers() -> Lines:
     """Of benchmarks.engines: dense and packed, on one GPU and two."""
-    lines = read(H100 / "transformers.jsonl", "what", "folder", "ranks", "batch", hidden=hidden, rank=0, ms=...)
+    lines = read(H100 / "transformers.jsonl", "what", "folder", "ranks", "batch", hidden=4096, rank=0, ms=...)
     for line in against(lines, {"folder": "dense"}, "what", "ranks", "batch"):
         line |= {"s": line["ms"] / 1e3, "gpus": f"{line['ranks']} GPU{'s' * (line['ranks'] > 1)}"}
         line |= {"step_ms": line["ms"]} if "batch" in line else {"batch": 0, "peak_gb": (line["peak_bytes"] or 0) / 1e9}
@@ -552,26 +580,33 @@ EC_VARIANTS = ["paper, 4 bits", "paper, 8 bits", "no blocks, 4 bits", "16 lanes"
 EC_OTHERS = ["dense", "CSR", "sell"]
 
 
-def ec() -> Lines:
-    """Of each variant; of the others how many times as fast the fastest variant is."""
-    lines = read(H200 / "ec.jsonl", "rows", "cols", "density", "variant", what="spmv", dtype="float16")
+def ec(lines: Lines | None = None) -> Lines:
+    """Of each variant; of the others how many times as fast the fastest variant is. `lines`: else an H200's."""
+    if lines is None:
+        lines = read(H200 / "ec.jsonl", "rows", "cols", "density", "variant", what="spmv", dtype="float16")
     for line in against(lines, {"variant": {*EC_VARIANTS}}, "rows", "cols", "density", value="time_us"):
         best = line["time_us"] == line["dense_time_us"]
         line |= {"us": f"**{line['time_us']:.1f}**" if best else f"{line['time_us']:.1f}", "best": 1 / line["gain"]}
     return lines
 
 
+def ec_model() -> Lines:
+    """The same of masks of a trained model, on an H100."""
+    return wide(ec(read(H100 / "ec.jsonl", "rows", "cols", "variant", mask=...)), "{rows}x{cols}", "{variant}")
+
+
 def ec_padding() -> Lines:
     """Zeros that the paper's layout stores, over the non-zeros, by mask and sparsity."""
-    titles = {
+    titles: dict[tuple[str, int | None], str] = {
         ("uniform", 4096): "uniform, 4096 x 4096",
         ("uneven_rows", 2048): "as SparseGPT makes it, 2048 x 8192",
         ("MiniLM output.dense", 384): "MiniLM's, by magnitude, 384 x 1536",
+        **{(f"mpnet-sparsegpt-{zeros}", None): "all-mpnet-base-v2's, by SparseGPT" for zeros in (0.7, 0.8, 0.9)},
     }
     lines = [x for x in formats() if "paper" in x["format"] and (x["mask"], x["rows"]) in titles and x["density"] < 0.4]
     for line in lines:
         line |= {"title": titles[line["mask"], line["rows"]], "padding": line["stored"] / line["nonzeros"] - 1}
-    return ranked(wide(lines, "{title}", "{format} {density}"), title=titles.values())
+    return ranked(wide(lines, "{title}", "{format} {density}"), title=dict.fromkeys(titles.values()))
 
 
 def formats(**only: Any) -> Lines:
@@ -638,11 +673,13 @@ def claims() -> Lines:
     gains = [line["gain"] for line in token]
     by = wide(engines(H200, what="decode", compiled=True), "{batch}", "{side}")
     faster = [x["batch"] for x in by if x.get("macko, bfloat16 gain", 0) > x.get("fp8 W8A8, bfloat16 gain", 9)]
+    llama = next(x for x in bench_pairs(what="decode", dtype="bfloat16") if x["size"] == 1 and not x["values"])
     one = one_core(8192, path="avx512", dtype="bfloat16", density=0.5, format="bitmap")
     return [
         {
             "paper": geomean(gains), "shapes": len(gains), "least": min(gains), "sequences": max(faster),
             "lossless": next(x["gain"] for x in lossless() if x["model"] == "dense12"), "cpu": one[-1]["gain"],
+            "speed": 1e3 / llama["ms"], "dense_speed": 1e3 / llama["dense_ms"],
         }
     ]  # fmt: skip
 

@@ -27,7 +27,7 @@ from benchmarks import EIGHT, records
 from benchmarks.records import CPU, H100, H200, ROOT, Line, Lines, geomean, ranked, read, show, wide
 
 #: In the place of a table without lines.
-NO_LINES = "Not measured yet."
+NO_LINES = "Not measured yet: nobody has run the command on a GPU."
 
 
 class Over(dict[str, Any]):
@@ -51,7 +51,7 @@ class Table:
 
     head: str
     row: str
-    none: str = ""
+    none: str = "-"
     needs: str = ""
     foot: Sequence[tuple[Callable[[list[Any]], Any], str]] = ()
 
@@ -117,7 +117,7 @@ def engines_where(lines: Lines) -> str:
 def columns_of(first: str, names: Sequence[str], form: str) -> Table:
     """A column for each of `wide`'s names: what `form` makes of it, with % for the name."""
     cells = [form.replace("%", re.sub("[.:]", "", name)) for name in names]
-    return Table(" | ".join((re.sub(r"[{}]", "", first), *names)), " | ".join((first, *cells)), none="-")
+    return Table(" | ".join((re.sub(r"[{}]", "", first), *names)), " | ".join((first, *cells)))
 
 
 SLIDE = columns_of(
@@ -232,15 +232,12 @@ def told(lines: Lines, *by: str) -> Lines:
 
 #: What README says besides its table.
 CLAIMS = """\
-- One token, half of the weights zero: **{paper:.2f}x** as fast as the better of torch's two, geometric mean over the
-  MACKO paper's {shapes} shapes (least {least:.2f}x), on an H200. The bound that the paper gives for its format is 1.6x.
+- That Llama in bfloat16, one sequence: **{speed:.0f} tokens a second**, dense {dense_speed:.0f}.
+- One matrix, half zero, one token, on an H200: **{paper:.2f}x** as fast as torch, geometric mean over the MACKO
+  paper's {shapes} shapes (least {least:.2f}x). The paper's bound for its format is 1.6x.
 - A dense bfloat16 model decodes **{lossless:.2f}x** as fast on an H200, [bit for bit](docs/lossless.md).
 - In vLLM on an H200, half zeros decode faster than fp8 up to **{sequences} sequences** ([figures](docs/vllm.md)).
 - One core of a Zen 5 CPU with AVX-512: **{cpu:.2f}x** for one token ([figures](docs/cpu.md))."""
-
-
-def image(name: str, alt: str) -> Callable[[Lines], str]:
-    return lambda lines: f"![{alt}](images/{name}.svg)"
 
 
 BENCH_SUMMARY = Table(
@@ -256,15 +253,15 @@ SPARSE11 = Table(
     needs="sparse11 50% n",
 )
 #: Runs of an engine that are told, on one GPU and on two.
-ENGINES, ENGINES_TWO = (
+ENGINES, ENGINES_TWO, ENGINES_EXPERTS = (
     Table(
         " | ".join((f"ms | {gb}", *runs)),
-        " | ".join(("{side} | {peak_gb:.2f}", *(f"{{{run} ms:.2f}}[ ({{{run} faster:.2f}}x)]" for run in runs))),
-        none="-",
+        " | ".join((f"{name} | {{peak_gb:.2f}}", *(f"{{{run} ms:.2f}}[ ({{{run} faster:.2f}}x)]" for run in runs))),
     )
-    for gb, runs in (
-        ("GB", ("1 seq", "8 seq", "16 seq", "32 seq", "64 seq", "prompt of 2048")),
-        ("GB a GPU", ("1 seq", "8 seq", "32 seq", "prompt of 128")),
+    for name, gb, runs in (
+        ("{side}", "GB", ("1 seq", "8 seq", "16 seq", "32 seq", "64 seq", "prompt of 2048")),
+        ("{side}", "GB a GPU", ("1 seq", "8 seq", "32 seq", "prompt of 128")),
+        ("{title}", "GB a GPU", ("1 seq", "8 seq", "32 seq", "64 seq", "prompt of 128", "prompt of 2048")),
     )
 )
 #: Of those in float16 these; in bfloat16 all.
@@ -272,7 +269,6 @@ ENGINE_ROWS = {"dense", "macko", "macko, float16 that was bfloat16", "int4, grou
 LOADING = Table(
     "model | GPUs | side | weights, s | over dense | weights, GB a GPU",
     "{of} | {ranks} | {model}, from a {from} folder | {weights_s:.2f} | {share:.2f}x | {peak_gb:.2f}",
-    none="-",
 )
 TRANSFORMERS = Table(
     " | GB a GPU | loading, s" + "".join(f" | {n} seq., ms" for n in (1, 8, 32)),
@@ -356,20 +352,12 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         lambda *path: [row for row in records.rivals(*path) if path or row["kernel"] not in LEFT_RIVALS],
         Table(" | bytes a weight | result is off by | @ token(s)", "{label} | {size:.2f} | {off:.1%} | {@ mean}"),
     ),
-    "rivals plot": (records.rivals, image("rivals", "speed-up of exact and of rounded weights by tokens")),
     "rings where": (lambda: read(H100 / "rings.jsonl"), WHERE),
     "rings": (
         records.rings,
-        Table("tokens | dense12 | dense8, fp8 | tile, 4096 x 4096 alone | sparse11, 4096 x 4096 alone",
+        Table("tokens | dense12 | dense8, fp8 | tile | sparse11",
               "{tokens} | {dense12_rings bfloat16 mean} | {dense8_fp8_rings bfloat16 mean} | "
               "{tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean}"),
-    ),
-    "rings h200 where": (lambda: read(H200 / "rings.jsonl"), WHERE),
-    "rings h200": (
-        lambda: records.rings(H200),
-        Table("tokens | tile | sparse11 | tile, float16 | sparse8, fp8, float16",
-              "{tokens} | {tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean} | {tile_rings float16 mean} | "
-              "{sparse8_fp8_rings float16 mean}"),
     ),
     "experts where": (lambda: read(H100 / "experts.jsonl"), WHERE),
     "experts": (
@@ -433,6 +421,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table("sequences | model | ms a token | over dense | peak GB",
               "{batch} | {model} | {ms:.2f} | {gain:.2f}x | {peak_gb:.1f}"),
     ),
+    "wheel": (
+        records.wheels,
+        paragraph("A wheel of the CPU kernels alone: {mb:.1f} MB, installed {installed_mb:.1f} MB (commit {commit})."),
+    ),
     "models": (
         lambda: read(H200 / "models.jsonl", "step", step=LOADED),
         lambda lines: WHERE(lines) + "\n\n" + Table(
@@ -473,7 +465,6 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{sparsity:.0%} sparse, {stored} | {error:.2g} | {largest:.2g} | {bounds}"),
     ),
     "engines where": (lambda: records.vllm(H200), engines_where),
-    "engines plot": (lambda: records.vllm(H200), image("engines", "speed over dense by sequences at once")),
     "engines": (
         lambda: [
             row for row in records.engines_wide(H200, compiled=True)
@@ -485,24 +476,24 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "engines two where": (lambda: records.vllm(H100), engines_where),
     "engines two": (lambda: records.engines_wide(H100, ranks=2), ENGINES_TWO),
     "engines two 70b": (lambda: records.engines_wide(H100, ranks=2, hidden=8192), ENGINES_TWO),
-    "engines loading": (lambda: records.loading(H200, ranks=1) + records.loading(H100), LOADING),
-    "engines transformers": (lambda: records.transformers(4096), TRANSFORMERS),
-    "engines transformers 70b": (lambda: records.transformers(8192), TRANSFORMERS),
+    "engines experts": (records.engines_experts, lambda lines: engines_where(lines) + "\n\n" + ENGINES_EXPERTS(lines)),
+    "engines loading": (lambda: records.loading(H200, ranks=1) + records.loading(H100, hidden=4096), LOADING),
+    "engines transformers": (records.transformers, TRANSFORMERS),
     "engines continuous": (
-        records.continuous,
-        Table("tokens/s | @ request(s)", "{way} | {@ tokens_per_s:.0f}[ ({@ faster:.2f}x)]", none="-"),
+        lambda: [line for line in records.continuous() if line["graphs"]],
+        Table("tokens/s | @ request(s)", "{way} | {@ tokens_per_s:.0f}[ ({@ faster:.2f}x)]"),
     ),
     "engines shards": (
-        lambda: [line for line in records.shards() if line["kernel"] == "tile"],
+        lambda: [line for line in records.shards() if line["kernel"] == "tile"][::2],
         Table("rows x cols | of dense bytes" + "".join(f" | {n}" for n in ("1 token", 8, 32, 64)),
               "{rows} x {cols} | {1 share:.2f}" + "".join(f" | {{{n} gain:.2f}}x" for n in (1, 8, 32, 64))),
     ),
     "slide where": (records.slide, WHERE),
     "slide linears": (records.slide_gains, SLIDE),
-    "slide vllm": (records.slide_vllm, SLIDE_VLLM),
-    "slide vllm where": (
+    "slide vllm": (
         records.slide_vllm,
-        paragraph("{gpu}, driver {driver}, vLLM {vllm}, torch {torch}, commit {commits}; {layers} of 28 blocks."),
+        lambda lines: paragraph("{gpu}, driver {driver}, vLLM {vllm}, torch {torch}, commit {commits}; {layers} of 28 "
+                                "blocks.")(lines) + "\n\n" + SLIDE_VLLM(lines),
     ),
     "slide mma": (records.slide_mma, SLIDE_MMA),
     "slide mma where": (
@@ -520,12 +511,16 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         ),
     ),
     "canonical others": (
-        lambda: [x for x in records.canonical(False) if (x["dtype"], x["rows"]) == ("float16", 8192)],
+        lambda: [
+            x for x in records.canonical(False)
+            if (x["dtype"], x["rows"]) == ("float16", 8192) and (x["delta_bits"] == 4 or x["density"] != 0.5)
+        ],
         Table("8192x8192, density | delta bits | rows | dense, us | macko, us",
               "{density:g} | {delta_bits} | {even} | {dense_us:.1f} | {spmv_us:.1f} ({speedup:.2f}x)"),
     ),
     "ec where": (records.ec, WHERE),
     "ec": (lambda: wide([x for x in records.ec() if x["density"] == 0.3], "{rows}x{cols}", "{variant}"), EC),
+    "ec model": (records.ec_model, lambda lines: WHERE(lines) + "\n\n" + EC(lines)),
     "ec padding": (
         records.ec_padding,
         Table("mask" + "".join(f" | {bits} bits, {zeros} %" for bits in (4, 8) for zeros in (70, 80, 90)),
@@ -572,7 +567,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{method} | {tokens} | {seconds:.1f} | {minutes:.1f} | {peak_gb:.1f}"),
     ),
     "quality encoder": (
-        lambda: told(records.quality(CPU / "quality.jsonl", "embeddings"), "-cosine"),
+        lambda: [
+            line for line in told(records.quality(CPU / "quality.jsonl", "embeddings"), "-cosine")
+            if line["name"] != "wanda" and line["sparsity"] != 0.3
+        ],
         Table("model | bytes a weight | cosine to dense | rank correlation",
               "{title} | {bytes:.2f} | {cosine:.4f} | {rank_correlation:.4f}"),
     ),
@@ -588,7 +586,6 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         lambda: [x for x in told(records.quality(), "perplexity_ratio") if x["name"] not in ("sparsegpt", "wanda")],
         QUALITY_ALL,
     ),
-    "quality plot": (records.quality, image("quality", "quality lost by bytes a weight")),
 }  # fmt: skip
 
 

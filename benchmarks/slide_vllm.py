@@ -9,8 +9,10 @@ that they are named by in every layer; with --chosen those that macko takes by i
 
 Each side is a process with vLLM in it. Prefill: prompts of 1,024 tokens or fewer that come at once, one token each; at
 most STEP tokens are one step. Decoding: so many sequences after prompts of 64 tokens, by the difference of two calls.
-The fastest of three calls. Lines name the kernels by vLLM's log, and have a few greedy tokens: int8 sides of macko have
-to agree in them, or it is said so.
+"ms" is the fastest of three calls; "gpu_ms" is how long kernels ran in one more, by torch's profiler, without the
+engine's own time, which counts for more where the model has fewer blocks. Lines name the kernels by vLLM's log, and
+have a few greedy tokens: int8 sides of macko have to agree in them, or it is said so. After --seconds the side that
+runs is stopped; what it has measured is kept.
 """
 
 from __future__ import annotations
@@ -62,6 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 TYPES = {"int8": (torch.int8, "int", "int-quantized"), "fp8": (torch.float8_e4m3fn, "float", "float-quantized")}
 PATTERNS = ("dense", "2:4", "4:6", "6:8", "8:10")
 SIDES = ("bf16", "vllm int8", "vllm fp8", *(f"{name} {pattern}" for name in TYPES for pattern in PATTERNS))
+#: In an order that has what matters first.
+DEFAULT = ("vllm int8", "int8 2:4", "bf16", "int8 dense", "int8 6:8", "vllm fp8", "int8 4:6", "int8 8:10")
 #: Most tokens of a step, of a prompt that is prefilled, and of a prompt before decoding; tokens that are decoded.
 STEP, PROMPT, SHORT, NEW = 32768, 1024, 64, 16
 
@@ -102,7 +106,8 @@ def make(folder: Path, name: str, layers: int) -> None:
         if of == "bf16":
             save_file(rest, folder / of / "rest.safetensors")
         else:
-            os.link(folder / "bf16" / "rest.safetensors", folder / of / "rest.safetensors")
+            (link := folder / of / "rest.safetensors").unlink(missing_ok=True)
+            os.link(folder / "bf16" / "rest.safetensors", link)
         (folder / of / "config.json").write_text(config.to_json_string(use_diff=False))
 
 
@@ -134,6 +139,21 @@ def listen() -> list[str]:
     return found
 
 
+def gpu_seconds(call: Callable[[], Any]) -> float | None:
+    """How long any kernel ran while this was called; None where there is no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_gpu = (event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA)
+    busy = end = 0.0
+    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in on_gpu):
+        busy += max(0.0, stop - max(end, start))
+        end = max(end, stop)
+    return busy / 1e6
+
+
 def measure(side: str, args: argparse.Namespace, pipe: Any) -> None:
     """Sends a line for each time that is measured of the side, and at the end its tokens."""
     import vllm
@@ -149,7 +169,8 @@ def measure(side: str, args: argparse.Namespace, pipe: Any) -> None:
     }  # fmt: skip
     if ours:
         packed = {"format": "slide", "values": of, "pattern": "2:4" if pattern == "dense" else pattern}
-        engine |= {"quantization": "macko", "hf_overrides": {"macko": packed}}
+        # vLLM finds compiled code again by the config, where "dense" would be 2:4's.
+        engine |= {"quantization": "macko", "hf_overrides": {"macko": packed, "macko_side": side}}
     start = time.perf_counter()
     llm = vllm.LLM(str(Path(args.folder, "bf16" if ours else side.split()[-1])), **engine)
     about: dict[str, Any] = {"model": args.model, "layers": args.layers, "side": side, "chosen": ours and args.chosen}
@@ -160,16 +181,19 @@ def measure(side: str, args: argparse.Namespace, pipe: Any) -> None:
     def run(prompts: int, length: int, new: int) -> Callable[[], None]:
         return lambda: engines.generate(llm, prompts, length, new)
 
-    def send(what: str, count: int, seconds: float | None) -> None:
-        ms = None if seconds is None else seconds * 1e3
-        pipe.send({"what": what, "tokens": count, "ms": ms, **about})
+    def send(what: str, count: int, seconds: float | None, gpu: float | None) -> None:
+        ms, gpu_ms = (None if each is None else each * 1e3 for each in (seconds, gpu))
+        pipe.send({"what": what, "tokens": count, "ms": ms, "gpu_ms": gpu_ms, **about})
 
     for tokens in args.prefill:
-        length = min(tokens, PROMPT)
-        send("prefill", tokens, min(runs.seconds(run(tokens // length, length, 1), on_gpu)))
+        call = run(max(1, tokens // PROMPT), min(tokens, PROMPT), 1)
+        send("prefill", tokens, min(runs.seconds(call, on_gpu)), gpu_seconds(call))
     for count in args.decode:
-        seconds = runs.difference(run(count, SHORT, 1 + NEW), run(count, SHORT, 1), on_gpu)
-        send("decode", count, None if seconds is None else seconds / NEW)
+        longer, shorter = run(count, SHORT, 1 + NEW), run(count, SHORT, 1)
+        seconds = runs.difference(longer, shorter, on_gpu)
+        more, less = gpu_seconds(longer), gpu_seconds(shorter)
+        gpu = None if more is None or less is None else (more - less) / NEW
+        send("decode", count, None if seconds is None else seconds / NEW, gpu)
     found = engines.generate(llm, 4, SHORT, NEW)
     pipe.send({"what": "tokens", "token_ids": [list(each.outputs[0].token_ids) for each in found], **about})
 
@@ -180,7 +204,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="qwen2.5-7b")
     parser.add_argument("--folder", required=True, type=Path, help="for weights: 5 bytes each, quickest in memory")
     parser.add_argument("--layers", type=int, help="blocks (default: all)")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES[: 3 + len(PATTERNS)])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=DEFAULT)
     sizes = [512 << i for i in range(8)]
     parser.add_argument("--prefill", nargs="*", type=int, default=sizes, help="tokens (default: 512 to 65536)")
     parser.add_argument("--decode", nargs="*", type=int, default=[64, 128, 256, 512], help="sequences")
@@ -188,34 +212,42 @@ def main() -> None:
     parser.add_argument(
         "--chosen", action="store_true", help="macko's sides take the pattern's kernel or the dense one"
     )
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for all of it (default: %(default)s)")
     parser.add_argument("--engine-args", type=engines.engine_args, default={}, help="of vLLM's LLM, JSON")
     args = parser.parse_args()
+    began = time.monotonic()
     args.layers = args.layers or MODELS[args.model][1]["num_hidden_layers"]
     args.folder = args.folder / f"{args.model}-{args.layers}"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # which says kernels
     os.environ.update({name: os.environ.get(name, value) for name, value in engines.ENVIRONMENT.items()})
     if not (args.folder / "fp8" / "config.json").exists():
-        start = time.perf_counter()
         make(args.folder, args.model, args.layers)
         torch.cuda.empty_cache()  # vLLM wants nearly all of it
-        print(f"{args.folder.name} made in {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"{args.folder.name} made in {time.monotonic() - began:.0f} s", flush=True)
     where = provenance() if torch.cuda.is_available() else {"gpu": "cpu"}
     first: dict[str, Any] = {}
     base: dict[Any, float] = {}
     for side in args.sides:
-        for line in engines.in_a_process(measure, side, args):
+        if (left := args.seconds - (time.monotonic() - began)) <= 0:
+            print(f"{side:12} is left out: no time is left", flush=True)
+            continue
+        line: dict[str, Any] = {}
+        for line in engines.in_a_process(measure, side, args, seconds=left):
             append_jsonl(args.results, **line, **where)
-            key = line["what"], line.get("tokens")
             if line["what"] == "tokens":
                 kind = "macko int8" if side.startswith("int8") else side
                 agrees = first.setdefault(kind, line["token_ids"]) == line["token_ids"]
                 print(f"{side:12} started in {line['start_s']} s; {'; '.join(line['said'])}")
                 print("" if agrees else f"{side:12} GIVES OTHER TOKENS than the first of {kind}", flush=True)
-            elif line["ms"] is None:
-                print(f"{side:12} {key[0]} {key[1]:6}: too noisy to tell", flush=True)
-            else:
-                over = base.setdefault(key, line["ms"]) / line["ms"]
-                print(f"{side:12} {key[0]} {key[1]:6}: {line['ms']:9.3f} ms, {over:.2f} of {args.sides[0]}", flush=True)
+                continue
+            times = []
+            for field in ("ms", "gpu_ms"):
+                ms, of = line[field], (line["what"], line["tokens"], field)
+                over = "" if ms is None else f", {base.setdefault(of, ms) / ms:.2f} of {args.sides[0]}"
+                times.append(f"{field} {'-' if ms is None else f'{ms:.3f}'}{over}")
+            print(f"{side:12} {line['what']} {line['tokens']:6}: {'; '.join(times)}", flush=True)
+        if line.get("what") != "tokens":
+            print(f"{side:12} FAILED, or was stopped, after {line.get('what', 'no time')}", flush=True)
 
 
 if __name__ == "__main__":

@@ -250,6 +250,12 @@ def test_weights_that_others_make_or_read() -> None:
     assert SparseLinear not in kinds(model).values()
 
 
+def test_a_hook_of_accelerate_taken_away_leaves_a_layer_that_is_converted() -> None:
+    model = nn.Sequential(linear())
+    model[0].forward = model[0].forward  # type: ignore[method-assign]  # as remove_hook_from_module leaves it
+    assert len(sparsify_(model).changed) == 1
+
+
 def test_pruning_made_permanent_is_converted() -> None:
     model = nn.Sequential(prune.remove(prune.l1_unstructured(linear(density=1.0), "weight", 0.5), "weight"))
     assert len(sparsify_(model).changed) == 1

@@ -1,7 +1,5 @@
 """Stacks of experts: the op linear_experts, and SparseExperts in the place of transformers' experts modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -226,6 +224,9 @@ def test_op_checks(format: str) -> None:
     torch.library.opcheck(torch.ops.macko.linear_experts, more, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(torch.ops.macko.expert_order, (places, 2))
     torch.library.opcheck(torch.ops.macko.expert_sum, (x[:4].clone(), places, torch.rand(2, 2)))
+    two = (*stacked(small(2, 96, 64), "dense12").packed, 96, *stacked(small(2, 64, 48), "dense12").packed, 64)
+    at_once = (small(2, 64), places, torch.rand(2, 2), 2, *two)
+    torch.library.opcheck(torch.ops.macko.gated_experts, at_once, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("format", ["auto", "dense12", "sparse11", "tile"])

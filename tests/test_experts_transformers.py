@@ -1,7 +1,5 @@
 """SparseExperts in the place of every experts class of transformers 5, made tiny, and in models."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib
@@ -303,6 +301,16 @@ def test_compiled_in_one_graph_with_eagers_bits() -> None:
     with torch.no_grad():
         fast = torch.compile(sparse, fullgraph=True, backend="aot_eager")
         assert torch.equal(fast(*args), sparse(*args))
+
+
+@pytest.mark.parametrize("name", ["MixtralExperts", "Qwen3MoeExperts"])
+def test_one_op_has_the_bits_of_the_four_that_have_gradients(name: str) -> None:
+    sparse = packed(tiny(name), "dense12")
+    x, index, weights = routed(sparse.to_dense())
+    index[0, 0] = sparse.num_experts  # another process'
+    with torch.no_grad():
+        at_once = sparse(x, index, weights)
+    assert torch.equal(at_once, sparse(x, index, weights))
 
 
 def test_gradients_go_through_to_the_input() -> None:

@@ -334,7 +334,7 @@ def test_auto_takes_no_layout_that_is_mostly_padding(tokens: int | None) -> None
 def test_ops_are_few() -> None:
     """A new layout is a row of a table, no new op; and an op takes a packed weight as two arguments."""
     schemas = [getattr(torch.ops.macko, name).default._schema for name in _library.op_names]
-    assert len(schemas) <= 17
+    assert len(schemas) <= 18
     assert sum(len(schema.arguments) for schema in schemas) <= 90
     for schema in schemas:
         names = [argument.name for argument in schema.arguments]

@@ -26,7 +26,9 @@ def anchors(page: Path) -> set[str]:
 
 def test_every_relative_link_and_anchor_exists() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        for path, anchor in re.findall(r"\]\((?!\w+:)([^)#]*)#?([^)]*)\)", page.read_text()):
+        text = page.read_text()
+        pictures = [(path, "") for path in re.findall(r' (?:src|srcset)="([^"]+)"', text)]
+        for path, anchor in [*re.findall(r"\]\((?!\w+:)([^)#]*)#?([^)]*)\)", text), *pictures]:
             target = page.parent / path if path else page
             assert target.exists(), f"{page.relative_to(ROOT)}: there is no {path}"
             assert not anchor or anchor in anchors(target), f"{page.relative_to(ROOT)}: {path} has no #{anchor}"

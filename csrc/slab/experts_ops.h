@@ -64,6 +64,65 @@ inline Tensor gated(const Tensor &x_any, int64_t cols) {
     return torch::stable::detail::to<Tensor>(both[0]);
 }
 
+#ifdef USE_CUDA
+// y of linear_experts, whose arguments are checked.
+template <typename Kind>
+void multiply_experts(const char *op, const typename Kind::Matrix &m, const Tensor &x_any, int64_t rows,
+                      const Tensor &ends, const std::optional<Tensor> &order, int64_t top_k, Tensor &y) {
+    const int64_t tokens = y.size(0), experts = ends.numel(), padded = m.rows / experts;
+    device_info device{};
+    STD_CUDA_CHECK(current_device(&device));
+    const macko_experts_problem problem = {.experts = experts,
+                                           .row_blocks = padded / MACKO_SLAB_ROWS,
+                                           .tokens = tokens,
+                                           .widest = widest_of<Kind>(m),
+                                           .sms = device.num_sms,
+                                           .shared_bytes = ring_shared_bytes(device)};
+    macko_experts_plan plan;
+    const bool fits = device.major >= 8 && tokens <= INT32_LIMIT && macko_experts_plan_of(&problem, &plan);
+    const bool many = macko_has_wgmma(device.major) &&
+                      macko_experts_many_fits(tokens, experts, rows, m.cols, problem.widest, device.shared_bytes);
+    const bool grouped = y.scalar_type() == ScalarType::BFloat16 && rows % 8 == 0 && m.cols % 8 == 0;
+    if (!fits && !many && !grouped)
+        fail(op, "no kernel for ", experts, " experts of ", rows, " x ", m.cols, " on this GPU");
+    slab_experts_product product = {.tokens = tokens,
+                                    .experts = experts,
+                                    .rows = rows,
+                                    .x = nullptr,
+                                    .x_stride = 0,
+                                    .ends = reads<int32_t>(ends),
+                                    .order = nullptr,
+                                    .top_k = top_k,
+                                    .x_rows = x_any.size(0),
+                                    .y = y.mutable_data_ptr(),
+                                    .stream = current_stream(y)};
+    Tokens x{};
+    const int few = macko_knob_number(MACKO_KNOB_TILE_TOKENS, macko_experts_few(many, problem.widest));
+    const bool by_many = !fits || tokens > experts * few;
+    if (by_many && (many || grouped)) {
+        const Tensor sorted = order ? rows_in_order(op, x_any, *order, top_k) : x_any;
+        if (many) {
+            x = tokens_of(sorted, tokens, m.cols);
+            product.x = x.x.const_data_ptr();
+            product.x_stride = x.stride;
+            STD_CUDA_CHECK(slab_experts_many(m, product));
+            return;
+        }
+        Tensor w = torch::stable::new_empty(y, {experts, padded, m.cols});
+        unpack_rows(op, m, 0, m.rows, w.mutable_data_ptr(), current_stream(y));
+        y = grouped_product(as_aligned(sorted), narrowed(w, 1, 0, rows), ends);
+        product.y = y.mutable_data_ptr();
+        plan = macko_experts_plan_of_zeros(&problem); // of rows that are no expert's it writes nothing
+    } else {
+        x = tokens_of(x_any, x_any.size(0), m.cols);
+        product.x = x.x.const_data_ptr();
+        product.x_stride = x.stride;
+        if (order) product.order = reads<int32_t>(*order);
+    }
+    STD_CUDA_CHECK(slab_experts(m, product, plan));
+}
+#endif
+
 // Of rows ends[e - 1] .. ends[e] of x the products with rows [e * padded, e * padded + rows) of the matrix, where padded is
 // rows up to a multiple of 64; rows of x behind the last end give zeros. With an order [tokens] they are rows order[i] / top_k
 // of x. is_gated: not x [tokens, 2 cols] is multiplied, but what gated makes of it.
@@ -100,41 +159,7 @@ Tensor linear_experts(const Packed &p, const Tensor &x_given, int64_t rows, cons
     if (!m.cols || !experts) return torch::stable::zero_(y);
     const Tensor x_any = is_gated ? gated(x_given, m.cols) : x_given;
 #ifdef USE_CUDA
-    device_info device{};
-    STD_CUDA_CHECK(current_device(&device));
-    const macko_experts_problem problem = {.experts = experts,
-                                           .row_blocks = padded / MACKO_SLAB_ROWS,
-                                           .tokens = tokens,
-                                           .widest = widest_of<Kind>(m),
-                                           .sms = device.num_sms,
-                                           .shared_bytes = ring_shared_bytes(device)};
-    macko_experts_plan plan;
-    const bool fits = device.major >= 8 && tokens <= INT32_LIMIT && macko_experts_plan_of(&problem, &plan);
-    const bool grouped = data.scalar_type() == ScalarType::BFloat16 && rows % 8 == 0 && m.cols % 8 == 0;
-    if (!fits && !grouped) fail(op, "no kernel for ", experts, " experts of ", rows, " x ", m.cols, " on this GPU");
-    Tokens x{};
-    if (grouped && (!fits || tokens > experts * macko_knob_number(MACKO_KNOB_TILE_TOKENS, MACKO_EXPERTS_MANY))) {
-        Tensor w = torch::stable::new_empty(data, {experts, padded, m.cols});
-        unpack_rows(op, m, 0, m.rows, w.mutable_data_ptr(), current_stream(data));
-        const Tensor sorted = order ? rows_in_order(op, x_any, *order, top_k) : as_aligned(x_any);
-        y = grouped_product(sorted, narrowed(w, 1, 0, rows), ends);
-        plan = macko_experts_plan_of_zeros(&problem); // of rows that are no expert's it writes nothing
-    } else {
-        x = tokens_of(x_any, x_any.size(0), m.cols);
-    }
-    STD_CUDA_CHECK(slab_experts(m,
-                                {.tokens = tokens,
-                                 .experts = experts,
-                                 .rows = rows,
-                                 .x = x.stride ? x.x.const_data_ptr() : nullptr,
-                                 .x_stride = x.stride,
-                                 .ends = reads<int32_t>(ends),
-                                 .order = order ? reads<int32_t>(*order) : nullptr,
-                                 .top_k = top_k,
-                                 .x_rows = x_any.size(0),
-                                 .y = y.mutable_data_ptr(),
-                                 .stream = current_stream(data)},
-                                plan));
+    multiply_experts<Kind>(op, m, x_any, rows, ends, order, top_k, y);
 #else
     refuse_bad_content<Kind>(op, m);
     const Tensor x = order ? rows_in_order(op, x_any, *order, top_k) : x_any;

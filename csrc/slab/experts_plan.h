@@ -6,12 +6,19 @@
 #ifndef MACKO_SLAB_EXPERTS_PLAN_H
 #define MACKO_SLAB_EXPERTS_PLAN_H
 
+#include "many_plan.h"
 #include "ring_plan.h"
 
 enum {
     MACKO_EXPERTS_LEAST_TOKENS = 16, /* of a tile of tokens: one kind of sums for all sizes, so bits are the same */
-    /* Mean tokens of an expert from which on dense rows and the library's grouped product take over. */
-    MACKO_EXPERTS_MANY = 96,
+    /* Mean tokens of an expert up to which this kernel takes them: then that for many (experts_many_kernel.cuh), and where
+     * there is no wgmma dense rows and the library's grouped product. */
+    MACKO_EXPERTS_FEW = 12,
+    MACKO_EXPERTS_FEW_SHORT = 1, /* the same of slabs of 11 bits a weight and less, which are waited for to be decoded */
+    MACKO_EXPERTS_SHORT_UNITS = MACKO_SLAB_ROWS * MACKO_SLAB_COLS * 11 / 8 / MACKO_SLAB_UNIT,
+    MACKO_EXPERTS_PACKED = 96,
+    MACKO_EXPERTS_MANY_TOKENS = 256, /* of an item of that kernel, at most */
+    MACKO_EXPERTS_MANY_ROW_BLOCKS = 2,
 };
 
 typedef struct macko_experts_problem {
@@ -26,6 +33,23 @@ typedef struct macko_experts_plan {
     int blocks;
     int stages, x_at, stage_bytes, shared_bytes; /* stages 0: see macko_experts_plan_of_zeros */
 } macko_experts_plan;
+
+/* Up to how many tokens an expert in the mean this kernel takes; many: whether that for many takes the stack. */
+static inline int macko_experts_few(bool many, int widest) {
+    return !many                                 ? MACKO_EXPERTS_PACKED
+           : widest <= MACKO_EXPERTS_SHORT_UNITS ? MACKO_EXPERTS_FEW_SHORT
+                                                 : MACKO_EXPERTS_FEW;
+}
+
+/* Whether the kernel for many tokens takes a stack of slabs of up to `widest` units. */
+static inline bool macko_experts_many_fits(int64_t tokens, int64_t experts, int64_t rows, int64_t cols, int widest,
+                                           int shared_bytes) {
+    macko_slab_many_stages stages;
+    const macko_slab_many_shape shape = {MACKO_EXPERTS_MANY_TOKENS, MACKO_EXPERTS_MANY_ROW_BLOCKS, 1};
+    const int64_t items = (tokens / MACKO_EXPERTS_MANY_TOKENS + experts) * macko_slab_row_blocks(rows);
+    return rows % 8 == 0 && cols % 8 == 0 && tokens <= INT32_MAX - MACKO_EXPERTS_MANY_TOKENS &&
+           items <= INT32_MAX / 2 && macko_slab_many_fit_stages(shape, widest, shared_bytes, &stages);
+}
 
 /* Shared memory besides stages: sums that meet, of each expert two numbers, of each warp one. */
 MACKO_SLAB_FN int64_t macko_experts_besides(int64_t experts) {

@@ -34,15 +34,22 @@ class _Called(TorchDispatchMode):
 
 def _test_experts(w: Tensor, x: Tensor) -> None:
     """linear_experts of two experts, w and -w, and what stands around it: the first token is the second one's."""
-    rows = len(w)
-    filled = torch.nn.functional.pad(w, (0, 0, 0, -rows % 64))
-    stack = TileWeight.from_dense(torch.cat([filled, -filled]))
-    order, places, ends = ops.expert_order(torch.tensor([[1]] + [[0]] * (len(x) - 1), device=w.device), 2)
+    rows, ids = len(w), torch.tensor([[1]] + [[0]] * (len(x) - 1), device=w.device)
+
+    def stacked(w: Tensor) -> TileWeight:
+        filled = torch.nn.functional.pad(w, (0, 0, 0, -rows % 64))
+        return TileWeight.from_dense(torch.cat([filled, -filled]))
+
+    stack, down, weights = stacked(w), stacked(w[:, : rows // 2]), torch.full_like(x[:, :1], 0.5)
+    order, places, ends = ops.expert_order(ids, 2)
     y = ops.linear_experts(x, *stack.packed, rows, ends, order)
     wanted = x.double() @ w.double().t()
     assert torch.equal(y.double(), torch.cat([wanted[1:], -wanted[:1]])), "linear_experts is off"
-    total = ops.expert_sum(y, places, torch.full_like(x[:, :1], 0.5)).double()
+    total = ops.expert_sum(y, places, weights).double()
     assert torch.equal(total, torch.cat([-wanted[:1], wanted[1:]]) / 2), "expert_sum is off"
+    total = ops.expert_sum(ops.linear_experts(y, *down.packed, rows, ends, gated=True), places, weights)
+    at_once = torch.ops.macko.gated_experts(x, ids, weights, 2, *stack.packed, rows, *down.packed, rows)
+    assert torch.equal(at_once, total), "gated_experts is off"
 
 
 def self_test(device: torch.device, dtype: torch.dtype) -> None:

@@ -142,12 +142,16 @@ def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str
     return results
 
 
-def in_a_process(measure: Callable[..., None], *what: Any) -> Generator[Any, None, None]:
-    """What measure(*what, pipe) sends from a process of its own that can use CUDA, until it fails or takes too long."""
+def in_a_process(measure: Callable[..., None], *what: Any, seconds: float | None = None) -> Generator[Any, None, None]:
+    """What measure(*what, pipe) sends from a process of its own that can use CUDA, until it fails or time is over.
+
+    seconds: that it may take, TIMEOUT by default.
+    """
     # Not a fork of this process: transformers may have asked for GPUs here, and no fork can use CUDA after that. Nor
     # can a fork of one that imports vLLM alone, where vLLM has asked.
+    end = time.monotonic() + (TIMEOUT if seconds is None else seconds)
     for method in ("forkserver", "spawn"):
-        with contextlib.closing(_messages(method, measure, *what)) as messages:
+        with contextlib.closing(_messages(method, end, measure, *what)) as messages:
             for found in messages:
                 if found == _NO_CUDA:
                     break
@@ -160,8 +164,8 @@ def in_a_process(measure: Callable[..., None], *what: Any) -> Generator[Any, Non
 _NO_CUDA = "no CUDA"
 
 
-def _messages(method: str, measure: Callable[..., None], *what: Any) -> Generator[Any, None, None]:
-    """What _run sends from a process that is started so, until it fails or takes too long."""
+def _messages(method: str, end: float, measure: Callable[..., None], *what: Any) -> Generator[Any, None, None]:
+    """What _run sends from a process that is started so, until it fails or the clock is at `end`."""
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(_SLOW)
@@ -169,7 +173,7 @@ def _messages(method: str, measure: Callable[..., None], *what: Any) -> Generato
     process = context.Process(target=_run, args=(measure, *what, ours))
     process.start()
     ours.close()
-    end, wait = time.monotonic() + TIMEOUT, 0
+    wait = 0
     try:
         while theirs.poll(max(0, end - time.monotonic())):
             if (found := theirs.recv()) is None:
@@ -222,7 +226,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     llm = LLM(folder, **engine)
     started = time.perf_counter() - start
     ranks = llm.apply_model(bytes_and_seconds)
-    held, loading = max(size for size, _ in ranks), max((each for _, each in ranks if each), default=None)
+    nbytes, loading = max(size for size, _ in ranks), max((each for _, each in ranks if each), default=None)
     if makes and loading is None:  # vLLM says what its ranks are, on a CPU for one
         raise RuntimeError("vLLM's ranks are no forks, so their random weights have no zeros: give a folder")
     weights = "" if loading is None else f"the weights took {loading:.1f} s, "
@@ -242,10 +246,10 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
         more, less = (lambda count=count: generate(llm, batch, prompt, count) for count in (1 + new, 1))  # noqa: B023
         seconds = runs.difference(more, less, on_gpu)
         per_token = None if seconds is None else seconds / new
-        send(runs.result(side, "decode", batch, prompt, batch, per_token, held))
+        send(runs.result(side, "decode", batch, prompt, batch, per_token, nbytes))
     for prompt in options.prompt_tokens:
         seconds = min(runs.seconds(lambda prompt=prompt: generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
-        send(runs.result(side, "prefill", 1, prompt, prompt, seconds, held))
+        send(runs.result(side, "prefill", 1, prompt, prompt, seconds, nbytes))
     pipe.send((None, {**dataclasses.asdict(side), **_tokens(llm, options), **about}))
 
 

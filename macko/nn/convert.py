@@ -547,7 +547,8 @@ def _weight_out_of_reach(layer: FoundLinear) -> str | None:
         return "a hook makes its weight: call torch.nn.utils.prune.remove (or remove_weight_norm) first"
     if type(module.weight) is not nn.Parameter:
         return f"its weight is a {type(module.weight).__name__}"
-    if "forward" in vars(module):
+    forward = vars(module).get("forward")  # its own where accelerate has taken a hook away
+    if forward is not None and getattr(forward, "__func__", None) is not nn.Linear.forward:
         return "its forward has been replaced"
     if layer.changed:
         return layer.changed

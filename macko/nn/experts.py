@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..choose.auto import sparse11_of, too_many_listed
 from ..choose.options import Options
-from ..ops import expert_order, expert_sum, linear_experts
+from ..ops import call, expert_order, expert_sum, linear_experts
 from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
 from ..weights.registry import ROUNDED_EXPERTS, not_a_stack
 from ..weights.slab import SlabWeight
@@ -24,6 +24,7 @@ from .linear import SparseLinear, as_extra_state, autocast_dtype, unsupported, w
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 #: What transformers' use_experts_implementation notes on a module: then these say all that has to be known of it.
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_GATED_EXPERTS = torch.ops.macko.gated_experts.default
 #: An expert begins at a row block of slabs.
 ROW_BLOCK = 64
 
@@ -145,17 +146,18 @@ class PackedStack(nn.Module):
     """The tensors of a Stack, so that the experts' module moves, copies and saves them as any.
 
     They are persistent buffers, though not every file has them: when from_pretrained is done it puts empty memory in
-    the place of all others.
+    the place of all others. vLLM fills with random numbers what is persistent, and wants them otherwise.
     """
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, persistent: bool = True) -> None:
         super().__init__()
+        self.persistent = persistent
         self._hold(stack)
 
     def _hold(self, stack: Stack) -> None:
         self._buffers.clear()
         for name, tensor in stack.packed.tensors().items():
-            self.register_buffer(name, tensor)
+            self.register_buffer(name, tensor, persistent=self.persistent)
         self.kind, self.sizes = type(stack.packed), stack.packed.sizes()
         self.experts, self.rows, self.header = stack.experts, stack.rows, tuple(stack.packed.header)
 
@@ -167,7 +169,12 @@ class PackedStack(nn.Module):
         self, x: Tensor, ends: Tensor, order: Tensor | None = None, top_k: int = 1, gated: bool = False
     ) -> Tensor:
         """The products of macko.ops.linear_experts."""
-        return linear_experts(x, list(self._buffers.values()), self.header, self.rows, ends, order, top_k, gated)  # type: ignore[arg-type]
+        return linear_experts(x, *self.packed, ends, order, top_k, gated)
+
+    @property
+    def packed(self) -> tuple[list[Tensor], tuple[int, ...], int]:
+        """What ops take of it: tensors, header, rows of an expert."""
+        return list(self._buffers.values()), self.header, self.rows  # type: ignore[arg-type]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -299,18 +306,22 @@ class SparseExperts(nn.Module):
         """[tokens, hidden] for hidden_states [tokens, hidden], and of each token its experts and their weights [tokens,
         top_k]. No host looks at the routing. An id of num_experts and more is another process' expert: it adds nothing.
         """
-        first, last = projections(self)
-        part = self._part(first)
-        x = hidden_states if autocast_dtype(hidden_states) is None else hidden_states.to(part.dtype)
-        order, places, ends = expert_order(top_k_index, self.num_experts)
-        h = self._biased(first, part(x, ends, order, top_k_index.shape[1], False), top_k_index, order)
-        if not (gated := self._gates_by_silu()):
-            h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
-        y = self._biased(last, self._part(last)(h, ends, None, 1, gated), top_k_index, order)
-        if getattr(self, "has_post_expert_norm", False):
-            y = self.post_expert_norm(y)
-        if top_k_weights.dtype not in (y.dtype, torch.float32):
+        names = projections(self)
+        first, last = map(self._part, names)
+        x = hidden_states if autocast_dtype(hidden_states) is None else hidden_states.to(first.dtype)
+        if top_k_weights.dtype not in (x.dtype, torch.float32):
             top_k_weights = top_k_weights.float()
+        gated, normed = self._gates_by_silu(), getattr(self, "has_post_expert_norm", False)
+        if gated and not (self.has_bias or normed or torch.is_grad_enabled()):
+            y = call(_GATED_EXPERTS, x, top_k_index, top_k_weights, self.num_experts, *first.packed, *last.packed)
+            return y.to(hidden_states.dtype)
+        order, places, ends = expert_order(top_k_index, self.num_experts)
+        h = self._biased(names[0], first(x, ends, order, top_k_index.shape[1]), top_k_index, order)
+        if not gated:
+            h = self.experts_class._apply_gate(self, h) if self.has_gate else self.act_fn(h)
+        y = self._biased(names[1], last(h, ends, None, 1, gated), top_k_index, order)
+        if normed:
+            y = self.post_expert_norm(y)
         return expert_sum(y, places, top_k_weights).to(hidden_states.dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -1,23 +1,25 @@
 """linear_experts on a GPU: one launch for any routing, the bits of a token its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
 from macko import ops
 
+from ..common import Plan
 from ..test_experts import CODECS, PAIRS, ROUTINGS, expected, expected_order, expected_sum, routed, small, stacked
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm80]
 
 #: By hazard, besides those of the CPU's tests: more experts than a block has threads, more work than blocks, and
-#: means from which dense rows and the library's grouped product take over.
+#: means from which the kernel for many tokens takes over, whose tiles are of 64 to 256.
 LARGE = {
     "more_experts_than_threads": ([1, 0, 2] * 200, 3, 64, 64),
     "more_work_than_blocks": ([3] * 16, 0, 320, 4096),
     "experts_of_many_tokens": ([300, 0, 200, 400], 10, 128, 256),
+    "a_tile_of_each_width": ([64, 65, 128, 129, 192, 193, 256, 257], 0, 192, 512),
+    "thousands_for_one_expert": ([0, 4000, 0, 1], 0, 320, 768),
+    "more_experts_than_a_warp_has_lanes": ([0] * 40 + [33] + [0] * 40 + [511], 3, 448, 1024),
 }
 
 
@@ -25,10 +27,14 @@ def on_gpu(counts: list[int]) -> Tensor:
     return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
 
 
+@pytest.mark.parametrize("keys", ["tile_tokens=1000000", "tile_tokens=0"], ids=["few", "many"])
 @pytest.mark.parametrize("hazard", [*ROUTINGS, *LARGE])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("format", CODECS)
-def test_products_are_exact_for_any_routing(format: str, dtype: torch.dtype, hazard: str) -> None:
+def test_products_are_exact_for_any_routing(
+    format: str, dtype: torch.dtype, hazard: str, keys: str, plan: Plan
+) -> None:
+    plan(keys)
     counts, behind, rows, cols = (ROUTINGS | LARGE)[hazard]
     torch.manual_seed(len(counts))
     w, x = (
@@ -49,8 +55,10 @@ def test_products_are_exact_for_any_routing(format: str, dtype: torch.dtype, haz
 
 
 @pytest.mark.parametrize("format", ["dense12", "sparse11"])
-@pytest.mark.parametrize("tokens", [64, 1024, 4096])
-def test_a_token_alone_has_the_bits_it_has_among_others(format: str, tokens: int) -> None:
+@pytest.mark.parametrize("keys", ["tile_tokens=1000000", "tile_tokens=0"], ids=["few", "many"])
+@pytest.mark.parametrize("tokens", [64, 1024, 10000])
+def test_a_token_alone_has_the_bits_it_has_among_others(format: str, tokens: int, keys: str, plan: Plan) -> None:
+    plan(keys)
     experts, rows, cols = 64, 256, 512
     torch.manual_seed(tokens)
     w, x = torch.randn(experts, rows, cols).bfloat16().cuda(), torch.randn(tokens, cols).bfloat16().cuda()
@@ -63,8 +71,9 @@ def test_a_token_alone_has_the_bits_it_has_among_others(format: str, tokens: int
         assert torch.equal(ops.linear_experts(x[token : token + 1], *packed.packed, rows, on_gpu(counts))[0], y[token])
 
 
-def test_a_graph_captured_once_takes_other_routings() -> None:
-    experts, rows, cols, tokens = 64, 256, 512, 64
+@pytest.mark.parametrize("tokens", [64, 8000])
+def test_a_graph_captured_once_takes_other_routings(tokens: int) -> None:
+    experts, rows, cols = 64, 256, 512
     torch.manual_seed(0)
     packed = stacked(torch.randn(experts, rows, cols).bfloat16().cuda(), "dense12")
     x, ends = torch.randn(tokens, cols).bfloat16().cuda(), on_gpu([1] * experts)
@@ -100,7 +109,7 @@ def test_a_tokens_experts_add_up_with_torchs_roundings(kinds: tuple[str, str], c
     assert torch.equal(ops.expert_sum(x, places, weights), expected_sum(x, places, weights))
 
 
-@pytest.mark.parametrize("tokens", [3, 40, 600])  # a tile of 16 tokens, of more, and dense rows
+@pytest.mark.parametrize("tokens", [3, 40, 600])  # a tile of 16 tokens, of more, and the kernel for many
 @pytest.mark.parametrize("format", ["dense12", "sparse11"])
 def test_an_order_takes_rows_of_x_where_they_are(format: str, tokens: int) -> None:
     torch.manual_seed(tokens)

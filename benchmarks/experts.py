@@ -161,7 +161,7 @@ def whole(model: str, batches: list[int], out: Path, about: dict[str, object]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="comma separated")
-    parser.add_argument("--batches", default="1,8,32,64,128,2048", help="comma separated; tokens, of as many sequences or of a prompt")
+    parser.add_argument("--batches", default="1,8,32,64,128,2048", help="tokens, comma separated")
     parser.add_argument("--only", choices=("products", "whole"), help="default: both")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/experts.jsonl")
     options = parser.parse_args()

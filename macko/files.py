@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from .choose.auto import gains_by_slabs, held_on
 from .choose.options import AUTO, Options
+from .integrations.slidesparse import NOTE, Slid
 from .nn.experts import saved_by_expert
 from .nn.find import check_model, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
@@ -369,10 +370,12 @@ class Checkpoint:
             files = _files_of_index(self.path)
         if not files:
             raise FileNotFoundError(f"{self.path} has no *.safetensors, nor a pytorch_model.bin")
-        if (note := self.path / "slidesparse_config.json").exists():
-            raise ValueError(
-                f"{self.path} is SlideSparse's ({note.name}), its weights are slid: take it as it was before"
-            )
+        self._slid: Slid | None = None
+        if (note := (self.path if self.path.is_dir() else self.path.parent) / NOTE).exists():
+            if not self.path.is_dir():
+                raise ValueError(f"{self.path}: {note.name} beside it says how its weights are slid: give the folder")
+            with _named(self.path):
+                self._slid = Slid(_json(note.read_text(encoding="utf-8"), note), self.config)
         about: dict[str, Any] = {}
         self._files: dict[str, Any] = {}
         self._torchao = False
@@ -432,13 +435,13 @@ class Checkpoint:
             if layer not in self.layers and all(join(layer, name) in self._files for name in MackoWeight.tensor_names)
         ]
 
-    def quantised_by(self, own: Collection[str] = ()) -> str:
-        """Which other library's way of quantising the files are in, or nothing; `own`: names that the model has."""
+    def quantised_by(self, names: Collection[str] = ()) -> str:
+        """Which other library's way of quantising the files are in, or nothing; `names`: what the model has."""
         if self._method not in ("", "macko"):
             return self._method
         if self._torchao:
             return "torchao"
-        foreign = (name for name in self._files if name not in own)
+        foreign = (name for name in self._files if name not in names)
         return next((_OTHERS[end] for name in foreign for end in _OTHERS if f".{name}".endswith(f".{end}")), "")
 
     def _is_of_sparse_folder(self) -> bool:
@@ -465,7 +468,16 @@ class Checkpoint:
         if name not in self:
             raise ValueError(f"there is no tensor {name}")
         with _refused(self.path):
-            return self._files[name].get_tensor(name)
+            tensor = self._files[name].get_tensor(name)
+        if self._slid is None:
+            return tensor
+        with _named(self.path):
+            return self._slid.undo(name, tensor)
+
+    @property
+    def is_slid(self) -> bool:
+        """Whether it is SlideSparse's, whose weights only this reader gives as they were."""
+        return self._slid is not None and self._slid.is_slid
 
     def by_file(self) -> Iterator[tuple[Path, list[str]]]:
         """Each file and the names of its tensors, the layers in the order of their numbers."""
@@ -476,7 +488,11 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
-        return tuple(self._files[name].get_slice(name).get_shape())
+        found = tuple(self._files[name].get_slice(name).get_shape())
+        if self._slid is None:
+            return found
+        with _named(self.path):
+            return self._slid.shape(name, found)
 
     def packed(self, layer: str, device: torch.device | None = None) -> PackedWeight:
         """The validated packed weight of a layer; ValueError with the layer's name where it is none."""
@@ -490,8 +506,19 @@ class Checkpoint:
         return weight
 
 
+#: Of the types of tensors the names in safetensors files.
+_TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
+#: Bytes that a tensor's entry in the header takes beside its name: 77 but for its shape.
+_ENTRY = 160
+
+
 class FolderWriter:
-    """The files of a folder, one after the other, and then its index and config.json."""
+    """The files of a folder, one after the other and each tensor by tensor, and then its index and config.json."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -499,11 +526,54 @@ class FolderWriter:
         self.size = 0
         folder.mkdir(exist_ok=True)
 
-    def add(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-        if tensors:
-            save_tensors(tensors, self.folder / name, metadata)
-            self.places |= dict.fromkeys(tensors, name)
-            self.size += sum(tensor.nbytes for tensor in tensors.values())
+    def add(
+        self,
+        name: str,
+        tensors: Iterable[tuple[str, Tensor]],
+        may_come: Iterable[str],
+        checksums: Mapping[str, int] | None = None,
+    ) -> None:
+        """Writes a file of tensors as they come, and none where none comes. One is in memory at a time.
+
+        The header comes first in a file and is known last: room is left for it, and what is left of that are spaces.
+        Tensors of an odd size follow at the end, so that all are aligned: of a packed layer its list.
+
+        Args:
+            may_come: at least the names that will come.
+            checksums: CRC-32 by the name of the weight, complete after the last tensor.
+        """
+        room = 512 + sum(2 * len(json.dumps(key)) + _ENTRY for key in may_come) & ~63
+        about: dict[str, Any] = {}
+        small: list[tuple[str, Tensor]] = []
+        with open(self.folder / name, "wb") as file:
+            file.seek(8 + room)
+
+            def write(key: str, tensor: Tensor) -> None:
+                if (kind := _TYPES.get(tensor.dtype)) is None:
+                    raise ValueError(f"{key} is {tensor.dtype}, which safetensors files do not hold")
+                begin = file.tell() - 8 - room
+                file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+                places = [begin, begin + tensor.nbytes]
+                about[key] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": places}
+
+            for key, tensor in tensors:
+                if tensor.nbytes % 8:
+                    small.append((key, tensor))
+                else:
+                    write(key, tensor)
+            for key, tensor in sorted(small, key=lambda pair: -pair[1].element_size()):
+                write(key, tensor)
+            size = file.tell() - 8 - room
+            noted = {"crc32": json.dumps(checksums)} if checksums else {}
+            header = json.dumps({"__metadata__": {"format": "pt", **noted}, **about}, separators=(",", ":")).encode()
+            if len(header) > room:
+                raise ValueError(f"{file.name}: its header takes {len(header)} bytes, {room} were left for it")
+            file.seek(0)
+            file.write(room.to_bytes(8, "little") + header.ljust(room))
+        if not about:
+            (self.folder / name).unlink()
+        self.places |= dict.fromkeys(about, name)
+        self.size += size
 
     def end(self, config: dict[str, Any]) -> None:
         if {*self.places.values()} != {"model.safetensors"}:
@@ -572,6 +642,15 @@ def _files_of_index(index: Path) -> list[Path]:
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index}: weight_map is {names!r}, expected a file's name for each tensor")
     return sorted({index.parent / Path(name).name for name in names.values()})
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A ValueError with the folder's name before it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 @contextlib.contextmanager

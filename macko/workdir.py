@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .files import Checkpoint, quant_method
 from .integrations.compressed_tensors import sparsity_format
+from .integrations.slidesparse import NOTE
 from .nn.report import format_bytes
 
 #: Endings of files that hold weights.
@@ -193,7 +194,7 @@ def unfinished(
 def copy_others(source: Path, folder: Path, cards: bool = True) -> None:
     """Tokenizer, chat template, licence: whatever is no weight and was not written. IN's card stays beside ours."""
     for file in sorted(source.iterdir()):
-        weights = file.suffix in WEIGHTS or ".index." in file.name
+        weights = file.suffix in WEIGHTS or ".index." in file.name or file.name == NOTE
         there = folder / file.name
         if there.exists() and file.name == "README.md":
             there = folder / "README-dense.md"

@@ -1,7 +1,5 @@
 """Checkpoints as people have them: sparse and of 8 bits, of 4 bits, of torch.save, in float32. Written here, tiny."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import macko
 from macko.cli import main
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import Masked, quantised
+from macko.integrations.slidesparse import Slid
 from macko.weights import Sparse8Weight
 from tests.common import assert_same_bits, compressed_config
 
@@ -320,10 +319,131 @@ def test_other_float32_is_rounded_where_it_is_asked_for(tmp_path: Path, capsys: 
     assert_same_bits(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
 
 
-def test_slid_weights_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    llama().save_pretrained(tmp_path / "in")
-    (tmp_path / "in/slidesparse_config.json").write_text('{"Z": 2, "L": 8}')
-    for command in (["inspect"], ["convert", "--overwrite"]):
-        target = [str(tmp_path / "out")] if command[0] == "convert" else []
-        assert main([command[0], str(tmp_path / "in"), *target, *command[1:]]) == 1
-        assert "is SlideSparse's (slidesparse_config.json)" in capsys.readouterr().err
+# ---- SlideSparse -----------------------------------------------------------------------------------------------------
+
+
+def slid(w: Tensor, length: int, align: int) -> Tensor:
+    """By the paper's greedy rule, one value after the other: in the first window over its column that has room."""
+    rows, cols = w.shape
+    groups, windows = -(-cols // length), length // 2 - 1
+    out, values = torch.zeros(rows, -(-groups * windows * 4 // align) * align).tolist(), w.float().tolist()
+    for row, of_row in enumerate(values):
+        count: dict[tuple[int, int], int] = {}
+        for col, value in enumerate(of_row):
+            group, place = divmod(col, length)
+            for window in range(max(0, place // 2 - 1), min(windows, place // 2 + 1)):
+                if value and count.get((group, window), 0) < 2:
+                    count[group, window] = count.get((group, window), 0) + 1
+                    out[row][4 * (group * windows + window) + place - 2 * window] = value
+                    break
+    return torch.tensor(out).to(w.dtype)
+
+
+def pruned_codes(rows: int, cols: int, length: int, dtype: torch.dtype) -> Tensor:
+    """Any two columns of each group are zeros."""
+    codes = torch.randint(1, 100, (rows, cols)) * torch.randint(0, 2, (rows, cols)).mul(2).sub(1)
+    for first in range(0, cols, length):
+        group = codes[:, first : first + length]
+        group.scatter_(1, torch.rand(group.shape).argsort(1)[:, :2], 0)
+    return codes.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, FP8, torch.bfloat16])
+@pytest.mark.parametrize("length", [4, 6, 8, 10, 16])
+def test_slid_and_back_is_every_bit(length: int, dtype: torch.dtype) -> None:
+    for cols in (length, 48, 100, 96 + length // 2):
+        for align in (16, 32):
+            w = pruned_codes(6, cols, length, dtype)
+            note = Slid({"Z": 2, "L": length}, {"intermediate_size": cols})
+            there = slid(w, length, align)
+            assert there.float().count_nonzero() == w.float().count_nonzero()
+            back = note.undo("model.layers.0.mlp.down_proj.weight", there)
+            assert back.dtype == dtype
+            assert torch.equal(back.float(), w.float())
+
+
+def slid_folder(path: Path, codes: str | None) -> dict[str, Tensor]:
+    """A folder as SlideSparse's scripts leave one, in int8 with scales of rows or in bfloat16; weights before that."""
+    model, found = llama(), {}
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, cols = tensors[name].shape
+        found[name] = pruned_codes(rows, cols, 8, torch.int8 if codes else torch.bfloat16)
+        tensors[name] = slid(found[name], 8, 16)
+        if codes:
+            scales = tensors[f"{name}_scale"] = torch.rand(rows, 1) + 0.5
+            found[name] = (found[name] * scales).bfloat16()
+    path.mkdir()
+    model.config.save_pretrained(path)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "slidesparse_config.json").write_text('{"Z": 2, "L": 8, "extra": {"skip_compress": true}}')
+    if codes:
+        config = json.loads((path / "config.json").read_text())
+        weights = {"num_bits": 8, "type": codes, "strategy": "channel", "symmetric": True}
+        about = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+        (path / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    return found
+
+
+@pytest.mark.parametrize("codes", ["int", None])
+def test_a_folder_of_slidesparse_is_as_it_was(
+    codes: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = slid_folder(tmp_path / "in", codes)
+    assert main(["inspect", str(tmp_path / "in")]) == 0
+    assert "layers.0.mlp.down_proj" in capsys.readouterr().out
+    if codes is None:
+        model = macko.load_model(llama(), tmp_path / "in")
+        for name, weight in found.items():
+            assert_same_bits(model.get_parameter(name), weight)
+    options = [] if codes else ["--min-sparsity", "0"]
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), *options]) == 0
+    assert not (tmp_path / "out/slidesparse_config.json").exists()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    for name, weight in found.items():
+        layer = model.get_submodule(name.removesuffix(".weight"))
+        assert_same_bits(layer.weight.as_subclass(Tensor) + 0, weight + 0)
+
+
+def everything_in(folder: Path) -> None:
+    with Checkpoint(folder) as file:
+        for name in file:
+            file[name]
+
+
+def test_a_folder_of_slidesparse_that_lies_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    slid_folder(folder, None)
+    note, config = folder / "slidesparse_config.json", folder / "config.json"
+    name, about = "model.layers.0.mlp.down_proj.weight", json.loads(config.read_text())
+
+    def assert_refused(match: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            everything_in(folder)
+
+    with pytest.raises(ValueError, match="give the folder"):
+        Checkpoint(folder / "model.safetensors")
+    for zeros, length in ((1, 8), (2, 7), (2, "8"), (2, 2)):
+        note.write_text(json.dumps({"Z": zeros, "L": length}))
+        assert_refused("Z:L is")
+    note.write_text('{"Z": 2, "L": 6}')
+    assert_refused("slid by L = 6 are")
+    note.write_text('{"Z": 2, "L": 8}')
+    config.write_text(json.dumps({**about, "intermediate_size": None}))
+    assert_refused(f"how many columns {name} had is not known")
+    config.write_text(json.dumps(about))
+    whole = {key: tensor.clone() for key, tensor in load_file(folder / "model.safetensors").items()}
+    doubled = whole[name].clone()
+    doubled[0, 2] = doubled[0, 4] = 1  # of the windows 0 and 1 over column 2
+    for weight, match in ((doubled, "in two windows"), (whole[name][:, :-1].contiguous(), "slid by L = 8 are")):
+        save_file({**whole, name: weight}, folder / "model.safetensors")
+        assert_refused(match)
+    save_file({**whole, "embed_words.weight": whole[name].clone()}, folder / "model.safetensors")
+    assert_refused("embed_words.weight may be slid")
+    note.write_text('{"Z": 2, "L": 8, "extra": {"skip_slide": true}}')
+    with Checkpoint(folder) as file:
+        assert_same_bits(file[name], whole[name])
+    there = slid(torch.ones(1, 8), 8, 16)
+    there[0, 11], there[0, 13] = 0, 1
+    with pytest.raises(ValueError, match="there are values behind its 8 columns"):
+        Slid({"Z": 2, "L": 8}, {"intermediate_size": 8}).undo(name, there)

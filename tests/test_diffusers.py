@@ -1,7 +1,5 @@
 """Packed layers in diffusers' models: LoRA, what is refused, files, and pipelines."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -15,9 +13,10 @@ from torch import Tensor, nn
 import macko
 from macko import SparseLinear
 from macko.choose import auto
+from macko.nn.offload import OffloadableLinear
 from macko.weights import Dense12Weight
 from tests.common import assert_same_bits
-from tests.tiny_diffusion import MODELS, make, needs_diffusers, run
+from tests.tiny_diffusion import DTYPE, MODELS, make, needs_diffusers, run
 
 pytestmark = needs_diffusers
 
@@ -277,8 +276,32 @@ def test_no_dense_weight_is_unpacked_while_others_are_read(tmp_path: Path, unpac
 def test_a_map_that_offloads_is_refused() -> None:
     from macko.integrations.diffusers import MackoDiffusersQuantizer
 
-    with pytest.raises(ValueError, match=r"load the model without, then macko\.offloadable_"):
+    with pytest.raises(ValueError, match=r"MackoConfig\(\.\.\., offload=True\)"):
         MackoDiffusersQuantizer(config()).validate_environment(device_map={"a": 0, "b": "cpu"})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("places", ["cpu", "auto", {"": "cpu", "transformer_blocks": "disk"}])
+def test_a_map_with_cpu_and_disk(tmp_path: Path, packed: bool, places: Any) -> None:
+    dense = make("flux")
+    dense.save_pretrained(tmp_path / "a")
+    offloading, wanted = config(), run(dense, "flux")
+    if packed:
+        model = type(dense).from_pretrained(tmp_path / "a", torch_dtype=DTYPE, quantization_config=config())
+        model.save_pretrained(tmp_path / "b")
+        offloading = macko.MackoConfig()
+    offloading.offload = True
+    asked = {"device_map": places, "offload_folder": tmp_path / "c", "quantization_config": offloading}
+    if places == "auto":  # what the CPU has no room for
+        asked["max_memory"] = {"cpu": 4_500_000}
+    folder = tmp_path / ("b" if packed else "a")
+    model = type(dense).from_pretrained(folder, torch_dtype=DTYPE, **asked)
+    found = [layer for layer in model.modules() if isinstance(layer, SparseLinear)]
+    assert {type(layer) for layer in found} == {OffloadableLinear}
+    assert len(found) > 20
+    assert any(layer.device.type == "meta" for layer in found) == (places != "cpu")
+    for _ in range(2):
+        assert_same_bits(run(model, "flux"), wanted)
 
 
 # ---- A pipeline ------------------------------------------------------------------------------------------------------

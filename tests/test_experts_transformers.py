@@ -1,7 +1,5 @@
 """SparseExperts in the place of every experts class of transformers 5, made tiny, and in models."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

@@ -1,9 +1,10 @@
 """Planes, as files hold dense12: every bit, cut and checked; files, folders and engines that read them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import macko
 from macko import SparseLinear, _library
 from macko.choose.options import Options
 from macko.cli import main
+from macko.files import FolderWriter
 from macko.integrations.stacked import Share, Stack
 from macko.weights import FORMATS, SAVED, Dense12Weight, Planes12Weight, saved_as
 from tests.common import assert_same_bits
@@ -361,6 +363,74 @@ def test_convert_and_back_gives_the_original_files(
     assert main(["convert", packed, back, "--to", "dense"]) == 0
     assert "each with the checksum" in capsys.readouterr().out
     assert_same_folders(tmp_path / "in", Path(back))
+
+
+#: Converts and back, once to load what it needs, and prints the megabytes that each then takes more than before.
+PEAKS = """
+import sys, threading, time
+from macko.cli import main
+
+def resident():
+    return int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0]) / 1024
+
+def peak(*arguments):
+    done, sizes = threading.Event(), [resident()]
+    def watch():
+        while not done.wait(0.0005):
+            sizes.append(resident())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    assert main(["convert", *arguments, "--overwrite"]) == 0
+    done.set()
+    watcher.join()
+    return max(sizes) - sizes[0]
+
+for _ in range(2):
+    peaks = [peak(sys.argv[1], sys.argv[2], "--format", "dense12"), peak(*sys.argv[2:], "--to", "dense")]
+print(*peaks)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read in /proc")
+def test_convert_holds_one_layer_at_a_time(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "in")
+    (whole,) = (tmp_path / "in").glob("*.safetensors")
+    layer = 512 * 2048 * 2 / 2**20
+    assert whole.stat().st_size / 2**20 > 20 * layer
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes
+    folders = [str(tmp_path / name) for name in ("in", "packed", "back")]
+    printed = subprocess.run(
+        [sys.executable, "-c", PEAKS, *folders], env=environment, capture_output=True, text=True, check=True
+    )
+    packing, unpacking = map(float, printed.stdout.split()[-2:])
+    assert packing < 0.75 * layer + 4  # its planes, while they are made, and the interpreter's own
+    assert unpacking < layer + 4
+
+
+def test_a_file_is_aligned_and_none_where_nothing_comes(tmp_path: Path) -> None:
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.uint8), "half": torch.arange(5).half(), "empty": torch.empty(0, 4),
+        "even": torch.arange(12.0).view(3, 4), "int": torch.arange(7, dtype=torch.int32), "one": torch.tensor(2.0),
+        "true": torch.tensor([True, False]), "t": torch.arange(8.0).view(2, 4).t(),
+    }  # fmt: skip
+    writer = FolderWriter(tmp_path)
+    writer.add("some.safetensors", tensors.items(), tensors, {"even": 7})
+    writer.add("none.safetensors", [], ["odd"])
+    assert [file.name for file in tmp_path.iterdir()] == ["some.safetensors"]
+    assert writer.size == sum(tensor.nbytes for tensor in tensors.values())
+    with safe_open(tmp_path / "some.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "crc32": '{"even": 7}'}
+        for name, tensor in tensors.items():
+            read = file.get_tensor(name)
+            assert torch.equal(read, tensor)
+            assert read.dtype == tensor.dtype
+            assert read.data_ptr() % tensor.element_size() == 0
+    with pytest.raises(ValueError, match=r"c is torch.complex128, which safetensors files do not hold"):
+        writer.add("no.safetensors", [("c", torch.zeros(2, dtype=torch.complex128))], ["c"])
 
 
 def test_other_bits_than_were_packed_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,6 @@
 `make test-vllm` makes an environment with a vLLM for CPUs and runs this there: each run of vLLM takes half a minute.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json
@@ -328,13 +326,14 @@ def test_a_file_that_lacks_a_tensor_is_refused_by_the_name_of_the_layer(run: Cal
     assert "model.layers.1.self_attn.qkv_proj: the checkpoint has" in run("lacking", fails=True).log
 
 
-def test_bench_times_each_side(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["random:tiny", "random:tiny-mixtral"])
+def test_bench_times_each_side(tmp_path: Path, model: str) -> None:
     sizes = ["--batch", "1", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--dtype", "float16"]
     sizes += ["--weights-dtype", "bfloat16"]
     engine = json.dumps({**MORE, "enforce_eager": True})
     path = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     given = ["--engine", "vllm", "--sides", "dense", "macko", "--engine-args", engine, "--json", "lines"]
-    command = [sys.executable, "-m", "macko", "bench", "random:tiny", *sizes, *given]
+    command = [sys.executable, "-m", "macko", "bench", model, *sizes, *given]
     process = subprocess.run(
         command, env={**os.environ, **QUIET, "PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True
     )

@@ -35,6 +35,7 @@ from torch import Tensor
 from ..choose.patterns import countable
 from ..files import Checkpoint, FolderWriter, open_tensors, version_of
 from ..weights import ByteWeight, Dense8Weight, Sparse8Weight, codes
+from ..weights.saved import IN_FILES
 
 FORMATS = ("sparse-bitmask", "sparse-24-bitmask")
 _KEYS = ("shape", "bitmask", "compressed", "row_offsets")
@@ -171,25 +172,28 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
         about = file.config.get("dtype") or file.config.get("torch_dtype")
         dtype = torch.float16 if about == "float16" else torch.bfloat16
         for path in sorted(Path(source).glob("*.safetensors")):
-            tensors: dict[str, Tensor] = {}
-            for key in open_tensors(path).keys():  # noqa: SIM118
-                if key not in file:
-                    continue  # of a file that the index does not name
-                name, _, last = key.rpartition(".")
-                has_scale = f"{name}.weight_scale" in file
-                if has_scale and last in _CODES:
-                    saved = quantised(file, name, dtype).to_saved()
-                    layers[name] = saved.about()
-                    tensors |= {f"{name}.{field}": tensor for field, tensor in saved.tensors().items()}
-                    tensors[f"{name}.weight"] = torch.empty(0, saved.cols, dtype=dtype)  # see macko.integrations.saving
-                elif f"{name}.bitmask" in file and last in _KEYS:
-                    if last == "compressed":
-                        tensors[f"{name}.weight"] = Masked(file, name).to_dense()
-                elif not has_scale or last not in _SCALES:
-                    tensors[key] = file[key]
-                    if last in _CODES and tensors[key].dtype in (torch.int8, torch.int32, torch.float8_e4m3fn):
-                        raise ValueError(f"{name}: it has 8 bits, and no weight_scale")
-            written.add(path.name, tensors)
+            keys = [key for key in open_tensors(path).keys() if key in file]  # noqa: SIM118  the index may name others
+
+            def tensors(keys: list[str] = keys) -> Iterator[tuple[str, Tensor]]:
+                for key in keys:
+                    name, _, last = key.rpartition(".")
+                    has_scale = f"{name}.weight_scale" in file
+                    if has_scale and last in _CODES:
+                        saved = quantised(file, name, dtype).to_saved()
+                        layers[name] = saved.about()
+                        yield f"{name}.weight", torch.empty(0, saved.cols, dtype=dtype)  # see macko.integrations.saving
+                        yield from ((f"{name}.{field}", tensor) for field, tensor in saved.tensors().items())
+                    elif f"{name}.bitmask" in file and last in _KEYS:
+                        if last == "compressed":
+                            yield f"{name}.weight", Masked(file, name).to_dense()
+                    elif not has_scale or last not in _SCALES:
+                        tensor = file[key]
+                        if last in _CODES and tensor.dtype in (torch.int8, torch.int32, torch.float8_e4m3fn):
+                            raise ValueError(f"{name}: it has 8 bits, and no weight_scale")
+                        yield key, tensor
+
+            parts = [f"{key.rpartition('.')[0]}.{field}" for key in keys for field in IN_FILES]
+            written.add(path.name, tensors(), [*keys, *parts])
         if not layers:
             raise ValueError(f"{source} has no layer of 8 bits, config.json says that it has")
         about = {"quant_method": "macko", "version": version_of(layers), "layers": layers}

@@ -19,7 +19,7 @@ from ..nn.convert import convert_weight, warn_if_unchanged
 from ..nn.find import FoundLinear, find_linears, unpackable
 from ..nn.linear import SparseLinear, with_hooks
 from ..nn.report import LayerReport, Report
-from .transformers import MackoConfig, tensor_shapes, unpacked, without_content
+from .transformers import OFFLOADS, MackoConfig, tensor_shapes, unpacked, without_content
 
 
 class _Read(SparseLinear):
@@ -66,8 +66,8 @@ class MackoDiffusersQuantizer(DiffusersQuantizer):
         places = {str(place) for place in device_map.values()} if isinstance(device_map, dict) else set()
         if "disk" in places or ("cpu" in places and len(places) > 1):
             raise ValueError(
-                "device_map puts layers on the CPU or disk to fetch them when they are needed, while they are still "
-                "being packed: load the model without, then macko.offloadable_(model) and an offloader"
+                "device_map puts layers on the CPU or disk to fetch them when they are needed: ask for that by "
+                "quantization_config=macko.MackoConfig(..., offload=True), or use a device_map of GPUs"
             )
 
     def _is_empty_weight(self, key: str) -> bool:
@@ -149,7 +149,11 @@ class MackoDiffusersQuantizer(DiffusersQuantizer):
         try:
             packed = module.packed
             packed.validate()
-            weight = held_on(packed, device, dtype) if packed.stands_for_dense() else packed.to(device, dtype)
+            weight = (
+                held_on(packed, device, dtype, packs=OFFLOADS.get())
+                if packed.stands_for_dense()
+                else packed.to(device, dtype)
+            )
         except (TypeError, ValueError) as error:
             raise ValueError(f"{name}: {error}") from None
         layer: nn.Linear

@@ -86,8 +86,8 @@ def _with_packed(save: Any) -> Any:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         given, config = signature.bind(self, *args, **kwargs).arguments, self._internal_dict
         quantizer = vars(self).get("hf_quantizer")
-        own = quantizer is not None and quant_method(quantizer.quantization_config) == "macko"
-        if quantizer is not None and not own:
+        by_macko = quantizer is not None and quant_method(quantizer.quantization_config) == "macko"
+        if quantizer is not None and not by_macko:
             return save(self, *args, **kwargs)
         noted = ("quantization_config", "_pre_quantization_dtype")
         about = {key: value for key, value in config.items() if key not in noted}
@@ -100,7 +100,7 @@ def _with_packed(save: Any) -> Any:
                 quantization = MackoConfig(version=version_of(layers), layers=layers)
                 about["quantization_config"] = quantization.to_dict()
                 self.state_dict = lambda *args, **kwargs: state
-        if own:
+        if by_macko:
             del self.hf_quantizer
         self._internal_dict = type(config)(about)
         try:
@@ -109,7 +109,7 @@ def _with_packed(save: Any) -> Any:
         finally:
             vars(self).pop("state_dict", None)
             self._internal_dict = config
-            if own:
+            if by_macko:
                 self.hf_quantizer = quantizer
 
     return save_pretrained
@@ -124,6 +124,30 @@ def _whoever_packed_it(dequantize: Any) -> Any:
         return unpacked(self)
 
     return dequantize_
+
+
+def _placed(load: Any) -> Any:
+    """With MackoConfig(offload=True): reads the model on the CPU, then puts its parts where a device_map says."""
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(kwargs.get("quantization_config"), "offload", False):
+            return load(cls, *args, **kwargs)
+        from .placing import PLACING, dispatch
+        from .transformers import OFFLOADS
+
+        placing = {name: kwargs.pop(name, None) for name in PLACING}
+        token = OFFLOADS.set(True)
+        try:
+            found = load(cls, *args, **kwargs)
+        finally:
+            OFFLOADS.reset(token)
+        model, places = found[0] if isinstance(found, tuple) else found, placing["device_map"]
+        automatic = isinstance(places, str) and places in ("auto", "balanced", "balanced_low_0", "sequential")
+        kept = model._get_no_split_modules(places) if automatic else ()
+        dispatch(model, kept, getattr(model, "_skip_keys", None), **placing)
+        return found
+
+    return from_pretrained
 
 
 def _guard(model_class: type) -> None:
@@ -146,7 +170,8 @@ def register() -> None:
         _guard(cls)
 
     wrap(base, "save_pretrained", _with_packed)
+    wrap(base, "from_pretrained", _placed)
     wrap(base, "dequantize", _whoever_packed_it)
-    for known in base.__subclasses__():
-        _guard(known)
+    for subclass in base.__subclasses__():
+        _guard(subclass)
     base.__init_subclass__ = classmethod(guard_new)

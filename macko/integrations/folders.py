@@ -6,10 +6,9 @@ the way back shows that every bit is there. (SHA-256 would take longer than pack
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,9 @@ from ..nn.find import find_linears
 from ..weights import Planes12Weight, saved_as
 from .saving import is_own_card
 from .transformers import class_of, readable, renamer
+
+#: What a packed layer has in files, the empty weight too.
+_PARTS = (*Planes12Weight.tensor_names, "weight")
 
 
 def float32_weights(source: Path) -> tuple[int, int]:
@@ -42,9 +44,9 @@ def float32_weights(source: Path) -> tuple[int, int]:
 def pack_folder(source: Path, target: Path, ignore: Sequence[str], rounds: bool = False) -> dict[str, Any]:
     """Writes the weights of a dense folder with its linear layers in planes, and config.json.
 
-    At a time it has one file's tensors in memory. With `rounds` those in float32 become bfloat16 first. A layer stays
-    dense that is tied, ignored, of another dtype than bfloat16 and float16, or would not become smaller; one whose name
-    transformers changes when it loads it, too.
+    At a time it has one layer in memory, and the lists of a file's. With `rounds` those in float32 become bfloat16
+    first. A layer stays dense that is tied, ignored, of another dtype than bfloat16 and float16, or would not become
+    smaller; one whose name transformers changes when it loads it, too.
 
     Experts that the files have one by one are packed so, under the names that they have as modules of their own.
 
@@ -57,26 +59,29 @@ def pack_folder(source: Path, target: Path, ignore: Sequence[str], rounds: bool 
     layers: dict[str, Any] = {}
     with readable(source), Checkpoint(source) as file:
         model = _on_meta(source)
-        names, experts = _weights_of_layers(model, file, ignore), _weights_of_experts(model, file, ignore)
+        experts = _weights_of_experts(model, file, ignore)
+        layer_of = {key: key.rpartition(".")[0] for key in _weights_of_layers(model, file, ignore)} | experts
         written = FolderWriter(target)
         for path, keys in file.by_file():
-            tensors: dict[str, Tensor] = {}
             sums: dict[str, int] = {}
-            for key in keys:
-                tensor = file[key]
-                if rounds and tensor.dtype == torch.float32:
-                    tensor = tensor.bfloat16()
-                layer = key.rpartition(".")[0] if key in names else experts.get(key, "")
-                packed = _planes(tensor, key in experts) if layer else None
-                if packed is None:
-                    tensors[key] = tensor
-                    continue
-                layers[layer] = packed.about()
-                tensors |= {join(layer, name): part for name, part in packed.tensors().items()}
-                tensors[join(layer, "weight")] = packed.empty_weight()
-                sums[join(layer, "weight")] = checksum(tensor)
+
+            def tensors(keys: list[str] = keys, sums: dict[str, int] = sums) -> Iterator[tuple[str, Tensor]]:
+                for key in keys:
+                    tensor = file[key]
+                    if rounds and tensor.dtype == torch.float32:
+                        tensor = tensor.bfloat16()
+                    packed = _planes(tensor, key in experts) if key in layer_of else None
+                    if packed is None:
+                        yield key, tensor
+                        continue
+                    layer = layer_of[key]
+                    layers[layer], sums[join(layer, "weight")] = packed.about(), checksum(tensor)
+                    yield join(layer, "weight"), packed.empty_weight()
+                    yield from ((join(layer, name), part) for name, part in packed.tensors().items())
+
+            parts = [join(layer_of[key], name) for key in keys if key in layer_of for name in _PARTS]
             name = path.with_suffix(".safetensors").name.replace("pytorch_model", "model")
-            written.add(name, tensors, {"crc32": json.dumps(sums)} if sums else {})
+            written.add(name, tensors(), [*keys, *parts], sums)
         if not layers:
             raise ValueError(f"{source} has no linear layer that would become smaller in 12 bits a weight")
         about = {"quant_method": "macko", "version": version_of(layers), "layers": layers}
@@ -100,21 +105,27 @@ def unpack_folder(source: Path, target: Path) -> tuple[int, int]:
             raise ValueError(f"{source} has no layer that macko packed")
         parts = {join(layer, name): layer for layer, about in file.layers.items() for name in saved_as(about)[2]}
         in_checkpoints = _names_in_checkpoints(source, file.layers)
+
+        def dense_name(layer: str) -> str:
+            return in_checkpoints.get(layer, join(layer, "weight"))
+
         written, done = FolderWriter(target), set[str]()
         for path, keys in file.by_file():
-            tensors: dict[str, Tensor] = {}
-            for key in keys:
-                if key not in parts:
-                    tensors[key] = file[key]
-                elif (layer := parts[key]) not in done:
-                    done.add(layer)
-                    name = in_checkpoints.get(layer, join(layer, "weight"))
-                    tensors[name] = file.packed(layer).to_dense()
-                    wanted = file.checksums.get(join(layer, "weight"))
-                    if wanted not in (None, checksum(tensors[name])):
-                        raise ValueError(f"{source}: layer {layer} is not the weight that was packed: other bits")
-                    proved += wanted is not None
-            written.add(path.name, tensors)
+
+            def tensors(keys: list[str] = keys) -> Iterator[tuple[str, Tensor]]:
+                nonlocal proved
+                for key in keys:
+                    if key not in parts:
+                        yield key, file[key]
+                    elif (layer := parts[key]) not in done:
+                        done.add(layer)
+                        weight, wanted = file.packed(layer).to_dense(), file.checksums.get(join(layer, "weight"))
+                        if wanted not in (None, checksum(weight)):
+                            raise ValueError(f"{source}: layer {layer} is not the weight that was packed: other bits")
+                        proved += wanted is not None
+                        yield dense_name(layer), weight
+
+            written.add(path.name, tensors(), {dense_name(parts[key]) if key in parts else key for key in keys})
         if lost := sorted(set(file.layers) - done):
             raise ValueError(f"{source}: there are no tensors of layer {lost[0]}")
         written.end({key: value for key, value in file.config.items() if key != "quantization_config"})

@@ -185,7 +185,7 @@ class ArrivingExperts(OfLayer, FusedMoEMethodBase):
             return
         for key, stack in stacks.items():
             _put_weight(layer, key, weights[key].new_empty(0))  # other ranks' experts may still come, and want a loader
-            layer.add_module(f"macko_{key.partition('_')[0]}", PackedStack(stack))
+            layer.add_module(f"macko_{key.partition('_')[0]}", PackedStack(stack, persistent=False))
             logger.debug("%s.%s: %s, %s", self.name, key, list(stack.shape), stack.packed.label)
         if stack.packed.device.type == "cuda" and stack.rows * stack.packed.cols >= LARGE:
             self.look_at_each(layer)

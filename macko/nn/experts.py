@@ -146,17 +146,18 @@ class PackedStack(nn.Module):
     """The tensors of a Stack, so that the experts' module moves, copies and saves them as any.
 
     They are persistent buffers, though not every file has them: when from_pretrained is done it puts empty memory in
-    the place of all others.
+    the place of all others. vLLM fills with random numbers what is persistent, and wants them otherwise.
     """
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, persistent: bool = True) -> None:
         super().__init__()
+        self.persistent = persistent
         self._hold(stack)
 
     def _hold(self, stack: Stack) -> None:
         self._buffers.clear()
         for name, tensor in stack.packed.tensors().items():
-            self.register_buffer(name, tensor)
+            self.register_buffer(name, tensor, persistent=self.persistent)
         self.kind, self.sizes = type(stack.packed), stack.packed.sizes()
         self.experts, self.rows, self.header = stack.experts, stack.rows, tuple(stack.packed.header)
 

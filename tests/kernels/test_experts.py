@@ -1,7 +1,5 @@
 """linear_experts on a GPU: one launch for any routing, the bits of a token its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,18 +1,12 @@
 """The plan of the kernel for GPUs without wgmma (csrc/slab/ring_plan.h), on the host: every device's shared memory."""
 
-from __future__ import annotations
-
 import ctypes
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import macko
+from tests.common import compiled
 from verify import ring_code
-
-ROOT = Path(macko.__file__).parent.parent
 
 #: 0, or the number of the rule that a plan breaks.
 CHECKS = r"""
@@ -75,13 +69,7 @@ SHARED = {70: 71680, 99: 101376, 163: 166912, 227: 232448}
 
 @pytest.fixture(scope="module")
 def check(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if not (ROOT / "csrc").exists():
-        pytest.skip("macko is installed, its source is not here")
-    folder = tmp_path_factory.mktemp("ring")
-    (folder / "check.c").write_text(CHECKS)
-    command = ["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{ROOT / 'csrc/slab'}", "check.c"]
-    subprocess.run([*command, "-o", "check.so"], cwd=folder, check=True)
-    function = ctypes.CDLL(str(folder / "check.so")).check
+    function = compiled(CHECKS, tmp_path_factory.mktemp("ring"), "slab").check
     function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_int] * 3 + [ctypes.c_bool] + [ctypes.POINTER(ctypes.c_int)] * 2
     return function
 

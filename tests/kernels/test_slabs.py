@@ -3,8 +3,6 @@
 Whatever FORMATS registers runs through it: codecs.py has a descriptor of each. What one codec alone has is in its file.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

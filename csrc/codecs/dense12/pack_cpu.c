@@ -124,7 +124,9 @@ void macko_dense12_unpack_cpu(const macko_dense12_matrix *m, int64_t first, int6
                     w[(at.row - first) * m->cols + at.col] = load_place(m, begin, tile_slice, place);
             }
             const uint32_t bounds = load_32(begin + MACKO_DENSE12_BOUNDS_AT + 4 * tile_slice);
-            for (uint32_t k = bounds & 0xffff; k < bounds >> 16; k++) {
+            /* Nobody need have checked the bytes: an end behind the slab's is not followed. */
+            const uint32_t end = (uint32_t)min_int64(bounds >> 16, (size - MACKO_DENSE12_LIST_AT) / 4);
+            for (uint32_t k = bounds & 0xffff; k < end; k++) {
                 const uint32_t entry = load_32(begin + MACKO_DENSE12_LIST_AT + 4 * k);
                 const origin at = place_of(here, entry & (TILE_SLICE_PLACES - 1));
                 if (at.row >= first && at.row < stop && at.col < m->cols)

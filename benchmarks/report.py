@@ -362,9 +362,9 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "experts where": (lambda: read(H100 / "experts.jsonl"), WHERE),
     "experts": (
         records.experts,
-        Table("model | rows x cols | 1 sequence | 8 | 32 | 64 | 128",
+        Table("model | rows x cols | 1 sequence | 8 | 32 | 64 | 128 | 2048 (a prompt)",
               "{model} | {shape} | {dense12 1 gain:.2f}x | {dense12 8 gain:.2f}x | {dense12 32 gain:.2f}x | "
-              "{dense12 64 gain:.2f}x | {dense12 128 gain:.2f}x"),
+              "{dense12 64 gain:.2f}x | {dense12 128 gain:.2f}x | {dense12 2048 gain:.2f}x"),
     ),
     "diffusion where": (lambda: read(H100 / "diffusion.jsonl"), WHERE),
     "diffusion sizes": (

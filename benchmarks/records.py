@@ -219,9 +219,9 @@ def pace() -> Lines:
     return wide(ranked(lines, "rows", "cols", way=ways.values()), "{way}, {pace}", "{rows} x {cols}")
 
 
-def rings(folder: Path = H100) -> Lines:
+def rings() -> Lines:
     """A few tokens by the kernel of GPUs without wgmma; where only some of the five shapes ran, of how many."""
-    lines = read(folder / "rings.jsonl", "kernel", "tokens", "density", "rows", "cols", "dtype")
+    lines = read(H100 / "rings.jsonl", "kernel", "tokens", "density", "rows", "cols", "dtype")
     rows = ranked(wide(lines, "{tokens}", "{kernel} {dtype}"), "tokens")
     for row in rows:
         for name in row["@"]:
@@ -369,6 +369,12 @@ def lossless() -> Lines:
     return ranked(ranked(lines, model=("dense", "dense12", *RIVAL_LAYERS)), "batch")
 
 
+def wheels() -> Lines:
+    """Of verify.wheel, without GPU kernels."""
+    lines = [line for line in read(ROOT / "benchmarks/results/code/wheel.jsonl") if len(line["libraries"]) == 1]
+    return [line | {"mb": line["bytes"] / 1e6, "installed_mb": line["installed_bytes"] / 1e6} for line in lines]
+
+
 def whole_models(path: Path = H200 / "models.jsonl") -> Lines:
     """What the blocks that benchmarks.models pruned say of the whole model."""
     lines = read(path, "step", of_blocks=...)
@@ -467,9 +473,9 @@ def loading(folder: Path, **only: Any) -> Lines:
     return lines
 
 
-def transformers(hidden: int) -> Lines:
+def transformers() -> Lines:
     """Of benchmarks.engines: dense and packed, on one GPU and two."""
-    lines = read(H100 / "transformers.jsonl", "what", "folder", "ranks", "batch", hidden=hidden, rank=0, ms=...)
+    lines = read(H100 / "transformers.jsonl", "what", "folder", "ranks", "batch", hidden=4096, rank=0, ms=...)
     for line in against(lines, {"folder": "dense"}, "what", "ranks", "batch"):
         line |= {"s": line["ms"] / 1e3, "gpus": f"{line['ranks']} GPU{'s' * (line['ranks'] > 1)}"}
         line |= {"step_ms": line["ms"]} if "batch" in line else {"batch": 0, "peak_gb": (line["peak_bytes"] or 0) / 1e9}
@@ -574,26 +580,33 @@ EC_VARIANTS = ["paper, 4 bits", "paper, 8 bits", "no blocks, 4 bits", "16 lanes"
 EC_OTHERS = ["dense", "CSR", "sell"]
 
 
-def ec() -> Lines:
-    """Of each variant; of the others how many times as fast the fastest variant is."""
-    lines = read(H200 / "ec.jsonl", "rows", "cols", "density", "variant", what="spmv", dtype="float16")
+def ec(lines: Lines | None = None) -> Lines:
+    """Of each variant; of the others how many times as fast the fastest variant is. `lines`: else an H200's."""
+    if lines is None:
+        lines = read(H200 / "ec.jsonl", "rows", "cols", "density", "variant", what="spmv", dtype="float16")
     for line in against(lines, {"variant": {*EC_VARIANTS}}, "rows", "cols", "density", value="time_us"):
         best = line["time_us"] == line["dense_time_us"]
         line |= {"us": f"**{line['time_us']:.1f}**" if best else f"{line['time_us']:.1f}", "best": 1 / line["gain"]}
     return lines
 
 
+def ec_model() -> Lines:
+    """The same of masks of a trained model, on an H100."""
+    return wide(ec(read(H100 / "ec.jsonl", "rows", "cols", "variant", mask=...)), "{rows}x{cols}", "{variant}")
+
+
 def ec_padding() -> Lines:
     """Zeros that the paper's layout stores, over the non-zeros, by mask and sparsity."""
-    titles = {
+    titles: dict[tuple[str, int | None], str] = {
         ("uniform", 4096): "uniform, 4096 x 4096",
         ("uneven_rows", 2048): "as SparseGPT makes it, 2048 x 8192",
         ("MiniLM output.dense", 384): "MiniLM's, by magnitude, 384 x 1536",
+        **{(f"mpnet-sparsegpt-{zeros}", None): "all-mpnet-base-v2's, by SparseGPT" for zeros in (0.7, 0.8, 0.9)},
     }
     lines = [x for x in formats() if "paper" in x["format"] and (x["mask"], x["rows"]) in titles and x["density"] < 0.4]
     for line in lines:
         line |= {"title": titles[line["mask"], line["rows"]], "padding": line["stored"] / line["nonzeros"] - 1}
-    return ranked(wide(lines, "{title}", "{format} {density}"), title=titles.values())
+    return ranked(wide(lines, "{title}", "{format} {density}"), title=dict.fromkeys(titles.values()))
 
 
 def formats(**only: Any) -> Lines:
@@ -660,11 +673,13 @@ def claims() -> Lines:
     gains = [line["gain"] for line in token]
     by = wide(engines(H200, what="decode", compiled=True), "{batch}", "{side}")
     faster = [x["batch"] for x in by if x.get("macko, bfloat16 gain", 0) > x.get("fp8 W8A8, bfloat16 gain", 9)]
+    llama = next(x for x in bench_pairs(what="decode", dtype="bfloat16") if x["size"] == 1 and not x["values"])
     one = one_core(8192, path="avx512", dtype="bfloat16", density=0.5, format="bitmap")
     return [
         {
             "paper": geomean(gains), "shapes": len(gains), "least": min(gains), "sequences": max(faster),
             "lossless": next(x["gain"] for x in lossless() if x["model"] == "dense12"), "cpu": one[-1]["gain"],
+            "speed": 1e3 / llama["ms"], "dense_speed": 1e3 / llama["dense_ms"],
         }
     ]  # fmt: skip
 

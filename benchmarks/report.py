@@ -27,7 +27,7 @@ from benchmarks import EIGHT, records
 from benchmarks.records import CPU, H100, H200, ROOT, Line, Lines, geomean, ranked, read, show, wide
 
 #: In the place of a table without lines.
-NO_LINES = "Not measured yet."
+NO_LINES = "Not measured yet: nobody has run the command on a GPU."
 
 
 class Over(dict[str, Any]):
@@ -232,8 +232,9 @@ def told(lines: Lines, *by: str) -> Lines:
 
 #: What README says besides its table.
 CLAIMS = """\
-- One token, half of the weights zero: **{paper:.2f}x** as fast as the better of torch's two, geometric mean over the
-  MACKO paper's {shapes} shapes (least {least:.2f}x), on an H200. The bound that the paper gives for its format is 1.6x.
+- That Llama in bfloat16, one sequence: **{speed:.0f} tokens a second**, dense {dense_speed:.0f}.
+- One matrix, half zero, one token, on an H200: **{paper:.2f}x** as fast as torch, geometric mean over the MACKO
+  paper's {shapes} shapes (least {least:.2f}x). The paper's bound for its format is 1.6x.
 - A dense bfloat16 model decodes **{lossless:.2f}x** as fast on an H200, [bit for bit](docs/lossless.md).
 - In vLLM on an H200, half zeros decode faster than fp8 up to **{sequences} sequences** ([figures](docs/vllm.md)).
 - One core of a Zen 5 CPU with AVX-512: **{cpu:.2f}x** for one token ([figures](docs/cpu.md))."""
@@ -358,19 +359,12 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{tokens} | {dense12_rings bfloat16 mean} | {dense8_fp8_rings bfloat16 mean} | "
               "{tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean}"),
     ),
-    "rings h200 where": (lambda: read(H200 / "rings.jsonl"), WHERE),
-    "rings h200": (
-        lambda: records.rings(H200),
-        Table("tokens | tile | sparse11 | tile, float16 | sparse8, fp8, float16",
-              "{tokens} | {tile_rings bfloat16 mean} | {sparse11_rings bfloat16 mean} | {tile_rings float16 mean} | "
-              "{sparse8_fp8_rings float16 mean}"),
-    ),
     "experts where": (lambda: read(H100 / "experts.jsonl"), WHERE),
     "experts": (
         records.experts,
-        Table("model | rows x cols | 1 sequence | 8 | 32 | 64 | 128",
+        Table("model | rows x cols | 1 sequence | 8 | 32 | 64 | 128 | 2048 (a prompt)",
               "{model} | {shape} | {dense12 1 gain:.2f}x | {dense12 8 gain:.2f}x | {dense12 32 gain:.2f}x | "
-              "{dense12 64 gain:.2f}x | {dense12 128 gain:.2f}x"),
+              "{dense12 64 gain:.2f}x | {dense12 128 gain:.2f}x | {dense12 2048 gain:.2f}x"),
     ),
     "diffusion where": (lambda: read(H100 / "diffusion.jsonl"), WHERE),
     "diffusion sizes": (
@@ -427,6 +421,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         Table("sequences | model | ms a token | over dense | peak GB",
               "{batch} | {model} | {ms:.2f} | {gain:.2f}x | {peak_gb:.1f}"),
     ),
+    "wheel": (
+        records.wheels,
+        paragraph("A wheel of the CPU kernels alone: {mb:.1f} MB, installed {installed_mb:.1f} MB (commit {commit})."),
+    ),
     "models": (
         lambda: read(H200 / "models.jsonl", "step", step=LOADED),
         lambda lines: WHERE(lines) + "\n\n" + Table(
@@ -475,29 +473,27 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         ENGINES,
     ),
     "engines not compiled": (lambda: records.engines_wide(H200), ENGINES),
-    "engines two where": (lambda: records.vllm(H100), engines_where),
+    "engines two where": (lambda: records.vllm(H100, mixture=""), engines_where),
     "engines two": (lambda: records.engines_wide(H100, ranks=2), ENGINES_TWO),
     "engines two 70b": (lambda: records.engines_wide(H100, ranks=2, hidden=8192), ENGINES_TWO),
-    "engines experts where": (records.engines_experts, engines_where),
-    "engines experts": (records.engines_experts, ENGINES_EXPERTS),
-    "engines loading": (lambda: records.loading(H200, ranks=1) + records.loading(H100), LOADING),
-    "engines transformers": (lambda: records.transformers(4096), TRANSFORMERS),
-    "engines transformers 70b": (lambda: records.transformers(8192), TRANSFORMERS),
+    "engines experts": (records.engines_experts, lambda lines: engines_where(lines) + "\n\n" + ENGINES_EXPERTS(lines)),
+    "engines loading": (lambda: records.loading(H200, ranks=1) + records.loading(H100, hidden=4096), LOADING),
+    "engines transformers": (records.transformers, TRANSFORMERS),
     "engines continuous": (
-        records.continuous,
+        lambda: [line for line in records.continuous() if line["graphs"]],
         Table("tokens/s | @ request(s)", "{way} | {@ tokens_per_s:.0f}[ ({@ faster:.2f}x)]"),
     ),
     "engines shards": (
-        lambda: [line for line in records.shards() if line["kernel"] == "tile"],
+        lambda: [line for line in records.shards() if line["kernel"] == "tile"][::2],
         Table("rows x cols | of dense bytes" + "".join(f" | {n}" for n in ("1 token", 8, 32, 64)),
               "{rows} x {cols} | {1 share:.2f}" + "".join(f" | {{{n} gain:.2f}}x" for n in (1, 8, 32, 64))),
     ),
     "slide where": (records.slide, WHERE),
     "slide linears": (records.slide_gains, SLIDE),
-    "slide vllm": (records.slide_vllm, SLIDE_VLLM),
-    "slide vllm where": (
+    "slide vllm": (
         records.slide_vllm,
-        paragraph("{gpu}, driver {driver}, vLLM {vllm}, torch {torch}, commit {commits}; {layers} of 28 blocks."),
+        lambda lines: paragraph("{gpu}, driver {driver}, vLLM {vllm}, torch {torch}, commit {commits}; {layers} of 28 "
+                                "blocks.")(lines) + "\n\n" + SLIDE_VLLM(lines),
     ),
     "slide mma": (records.slide_mma, SLIDE_MMA),
     "slide mma where": (
@@ -515,12 +511,16 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         ),
     ),
     "canonical others": (
-        lambda: [x for x in records.canonical(False) if (x["dtype"], x["rows"]) == ("float16", 8192)],
+        lambda: [
+            x for x in records.canonical(False)
+            if (x["dtype"], x["rows"]) == ("float16", 8192) and (x["delta_bits"] == 4 or x["density"] != 0.5)
+        ],
         Table("8192x8192, density | delta bits | rows | dense, us | macko, us",
               "{density:g} | {delta_bits} | {even} | {dense_us:.1f} | {spmv_us:.1f} ({speedup:.2f}x)"),
     ),
     "ec where": (records.ec, WHERE),
     "ec": (lambda: wide([x for x in records.ec() if x["density"] == 0.3], "{rows}x{cols}", "{variant}"), EC),
+    "ec model": (records.ec_model, lambda lines: WHERE(lines) + "\n\n" + EC(lines)),
     "ec padding": (
         records.ec_padding,
         Table("mask" + "".join(f" | {bits} bits, {zeros} %" for bits in (4, 8) for zeros in (70, 80, 90)),
@@ -567,7 +567,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{method} | {tokens} | {seconds:.1f} | {minutes:.1f} | {peak_gb:.1f}"),
     ),
     "quality encoder": (
-        lambda: told(records.quality(CPU / "quality.jsonl", "embeddings"), "-cosine"),
+        lambda: [
+            line for line in told(records.quality(CPU / "quality.jsonl", "embeddings"), "-cosine")
+            if line["name"] != "wanda" and line["sparsity"] != 0.3
+        ],
         Table("model | bytes a weight | cosine to dense | rank correlation",
               "{title} | {bytes:.2f} | {cosine:.4f} | {rank_correlation:.4f}"),
     ),

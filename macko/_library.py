@@ -19,10 +19,10 @@ _PACKAGE = Path(__file__).parent
 
 def _elsewhere() -> list[Path]:
     """Built mackos that this folder's hides, as a clone's does after `pip install .`; none where this one is built."""
-    own = find_spec("macko._C")
-    if own and own.origin and Path(own.origin).parent.samefile(_PACKAGE):
+    found = find_spec("macko._C")
+    if found and found.origin and Path(found.origin).parent.samefile(_PACKAGE):
         return []
-    specs = [PathFinder.find_spec("macko._C", [os.path.join(p, "macko") for p in sys.path]), own]
+    specs = [PathFinder.find_spec("macko._C", [os.path.join(p, "macko") for p in sys.path]), found]
     return [Path(spec.origin).parent for spec in specs if spec and spec.origin]
 
 
@@ -80,10 +80,10 @@ else:
 
 def code_capability(device: torch.device | int | None = None) -> tuple[int, int]:
     """The compute capability that a GPU's code was compiled for: its own, or the newest older one in the library."""
-    own = torch.cuda.get_device_capability(device)
+    gpu = torch.cuda.get_device_capability(device)
     made_for = re.findall(r"(\d+)\.(\d)(a?)", " ".join(cuda_arches))
-    codes = [(int(major), int(minor)) for major, minor, only in made_for if not only or (int(major), int(minor)) == own]
-    return max((code for code in codes if code <= own), default=own)
+    codes = [(int(major), int(minor)) for major, minor, only in made_for if not only or (int(major), int(minor)) == gpu]
+    return max((code for code in codes if code <= gpu), default=gpu)
 
 
 def slab_kernels(device: torch.device | int | None = None) -> tuple[str, int]:

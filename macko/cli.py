@@ -132,7 +132,7 @@ def _prune_arguments(add: Any) -> None:
     add("--reconstruct", choices=RECIPES, nargs="?", const="submodule", help=fitted)
     add("--calibration", metavar="FILE", help="a text to calibrate on (all but plain magnitude)")
     add("--samples", type=_count, default=128, help="pieces of the text (default 128)")
-    add("--length", type=_count, help="tokens in a piece (default 2048, or the model's positions)")
+    add("--length", type=_count, help="tokens in a piece (default 2048, or what the model takes)")
     add("--device", help="where to prune, one block at a time (default: a GPU if there is one)")
     resume = "go on where a run with the same options was stopped"
     add("--resume", action="store_true", help=f"{resume} (wanda, sparsegpt: OUT.unfinished keeps its layers)")
@@ -239,12 +239,13 @@ def prune(options: argparse.Namespace) -> None:
             what = "--reconstruct" if options.reconstruct else f"--sparsity {options.sparsity}"
             what = f"--method {options.method}" if options.method in STATISTICS else what
             raise ValueError(f"{what} needs --calibration FILE, a text of the kind the model is for")
+        tokenizer = _tokenizer(transformers, source, options)
         positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        length = options.length or min(2048, positions or 2048)
+        # A RoBERTa's first two positions stand for padding: its tokenizer knows how many are left.
+        length = options.length or min(2048, positions or 2048, tokenizer.model_max_length)
         if positions and length > positions:
             raise ValueError(f"--length is {length}, {options.source} has {positions} positions")
         text = _text(options.calibration)
-        tokenizer = _tokenizer(transformers, source, options)
         batches = _windows(tokenizer(text, return_tensors="pt").input_ids[0], length, options.samples, "--length")
         stats = [(file.name, file.stat()) for file in weight_files(source)]
         begun = {

@@ -435,13 +435,13 @@ class Checkpoint:
             if layer not in self.layers and all(join(layer, name) in self._files for name in MackoWeight.tensor_names)
         ]
 
-    def quantised_by(self, own: Collection[str] = ()) -> str:
-        """Which other library's way of quantising the files are in, or nothing; `own`: names that the model has."""
+    def quantised_by(self, names: Collection[str] = ()) -> str:
+        """Which other library's way of quantising the files are in, or nothing; `names`: what the model has."""
         if self._method not in ("", "macko"):
             return self._method
         if self._torchao:
             return "torchao"
-        foreign = (name for name in self._files if name not in own)
+        foreign = (name for name in self._files if name not in names)
         return next((_OTHERS[end] for name in foreign for end in _OTHERS if f".{name}".endswith(f".{end}")), "")
 
     def _is_of_sparse_folder(self) -> bool:

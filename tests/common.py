@@ -1,12 +1,13 @@
 """What the tests share: devices, masks, data, and comparisons whose bounds are derived, never typed in."""
 
-from __future__ import annotations
-
+import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from macko.measure import reference
 from macko.weights import PackedWeight
 
+ROOT = Path(__file__).parents[1]
 #: 16-bit types, everywhere; float32 too on the CPU.
 HALVES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (*HALVES, torch.float32)
@@ -272,6 +274,16 @@ def cuda_chain(row_ptr: Tensor) -> int:
     """
     longest = int(row_ptr.diff().max()) if len(row_ptr) > 1 else 0
     return 8 * -(-(longest + 7) // 512) + 8
+
+
+def compiled(code: str, folder: Path, include: str = "", language: str = "c") -> ctypes.CDLL:
+    """C or C++ that includes headers of a folder of csrc, as a library: so a plan is tested without a GPU."""
+    sources, (compiler, standard) = ROOT / "csrc", {"c": ("cc", "c17"), "c++": ("c++", "c++17")}[language]
+    if not shutil.which(compiler) or not sources.exists():
+        pytest.skip(f"needs {compiler} and the sources")
+    command = [compiler, f"-std={standard}", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{sources / include}"]
+    subprocess.run([*command, "-x", language, "-", "-o", folder / "c.so"], input=code, text=True, check=True)
+    return ctypes.CDLL(str(folder / "c.so"))
 
 
 def two_processes(program: str, *arguments: str) -> None:

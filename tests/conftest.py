@@ -1,6 +1,7 @@
 """Tests skip, with the reason, where there is no GPU, no CUDA library, or a package is missing."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -69,6 +70,12 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def tiny_llama() -> TinyLlama:
     """Do not change it: copy.deepcopy(tiny_llama.model)."""
     return train()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: none where there is a GPU, of which each would want all memory and quiet."""
+    return 0 if torch.cuda.is_available() else min(4, len(os.sched_getaffinity(0)))
 
 
 def pytest_collection_modifyitems() -> None:

@@ -1,7 +1,5 @@
 """The ops of single layouts as functions of their tensors, for tests that change these one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

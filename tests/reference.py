@@ -1,7 +1,5 @@
 """The definition of the formats: slow, obvious PyTorch, bit exact for bytes and float64 for sums."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The CPU's execution layout: from the macko format and back, multiplication, hostile content, the ops' manners."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints as people have them: sparse and of 8 bits, of 4 bits, of torch.save, in float32. Written here, tiny."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line, end to end on small folders, and the import of compressed-tensors checkpoints written by hand."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses
@@ -95,38 +93,32 @@ def test_what_the_commands_refuse(dense: Path, tmp_path: Path, capsys: pytest.Ca
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").touch()
-    for arguments, message in (
-        (["convert", str(dense), str(tmp_path / "out")], "no layer that is sparse enough: prune it first"),
-        (["convert", str(dense), str(dense)], "which is IN"),
-        (["convert", str(dense), str(dense), "--overwrite"], "which is IN"),
-        (["convert", str(dense), str(tmp_path), "--overwrite"], "which holds IN"),
-        (["prune", str(dense), str(dense / "config.json"), "--method", "magnitude"], "is a file"),
-        (
-            ["prune", str(dense), str(other), "--method", "magnitude"],
-            "is not empty: name another, or replace it by --o",
-        ),
-        (["prune", str(dense), str(other), "--method", "magnitude", "--overwrite"], "--overwrite replaces models only"),
-        (["prune", str(dense), "/proc", "--method", "magnitude"], "is a mount point"),
-        (["convert", str(tmp_path / "nowhere"), str(tmp_path / "out")], "nowhere: there is no such folder"),
-        (["convert", "nowhere", str(tmp_path / "out")], "nowhere: there is no such folder"),
-        (["convert", str(dense), str(tmp_path / "out"), "--format", "elves"], ": --format is 'elves'"),
-        (["prune", str(dense), str(tmp_path / "out")], "--method wanda needs --calibration FILE"),
-        (
-            ["prune", str(dense), str(tmp_path / "out"), "--method", "magnitude", "--pattern", "4:2"],
-            ": --pattern is '4:2'",
-        ),
-        (["prune", str(dense), str(other), "--sparsity", "0.3", "--pattern", "2:4"], "but --sparsity is 0.3"),
-        (["convert", str(dense), str(tmp_path / "out"), "--min-sparsity", "2"], ": --min-sparsity is 2.0, expected 0"),
-        (["inspect", str(tmp_path)], "has no *.safetensors"),
-        (["bench", "random:elves"], "expected a folder, or random:"),
-        (["bench", str(dense), "--engine", "vllm", "--sparsity", "0.5"], "--engine vllm takes a folder that is pruned"),
-        (["bench", "random:tiny", "--engine", "vllm", "--sides", "elves"], "--sides has elves, expected some of dense"),
-        (["bench", "random:tiny", "--engine", "vllm", "--format", "elves"], ": --format is 'elves'"),
-        (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "{"], "--engine-args is '{', expected a JSON"),
-        (["bench", "random:tiny", "--engine", "vllm", "--engine-args", "[1]"], "--engine-args is '[1]', expected a"),
+    out = tmp_path / "out"
+    for line, message in (
+        (f"convert {dense} {out}", "no layer that is sparse enough: prune it first"),
+        (f"convert {dense} {dense}", "which is IN"),
+        (f"convert {dense} {dense} --overwrite", "which is IN"),
+        (f"convert {dense} {tmp_path} --overwrite", "which holds IN"),
+        (f"prune {dense} {dense}/config.json --method magnitude", "is a file"),
+        (f"prune {dense} {other} --method magnitude", "is not empty: name another, or replace it by --o"),
+        (f"prune {dense} {other} --method magnitude --overwrite", "--overwrite replaces models only"),
+        (f"prune {dense} /proc --method magnitude", "is a mount point"),
+        (f"convert {tmp_path}/nowhere {out}", "nowhere: there is no such folder"),
+        (f"convert nowhere {out}", "nowhere: there is no such folder"),
+        (f"convert {dense} {out} --format elves", ": --format is 'elves'"),
+        (f"prune {dense} {out}", "--method wanda needs --calibration FILE"),
+        (f"prune {dense} {out} --method magnitude --pattern 4:2", ": --pattern is '4:2'"),
+        (f"prune {dense} {other} --sparsity 0.3 --pattern 2:4", "but --sparsity is 0.3"),
+        (f"convert {dense} {out} --min-sparsity 2", ": --min-sparsity is 2.0, expected 0"),
+        (f"inspect {tmp_path}", "has no *.safetensors"),
+        ("bench random:elves", "expected a folder, or random:"),
+        (f"bench {dense} --engine vllm --sparsity 0.5", "--engine vllm takes a folder that is pruned"),
+        ("bench random:tiny --engine vllm --sides elves", "--sides has elves, expected some of dense"),
+        ("bench random:tiny --engine vllm --format elves", ": --format is 'elves'"),
+        ("bench random:tiny --engine vllm --engine-args {", "--engine-args is '{', expected a JSON"),
+        ("bench random:tiny --engine vllm --engine-args [1]", "--engine-args is '[1]', expected a"),
     ):
-        assert main(arguments) == 1
-        assert message in one_line(capsys)
+        refused(line.split(), message, capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "other"]
     assert [path.name for path in other.iterdir()] == ["thesis.tex"]
 
@@ -139,6 +131,11 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     lines = [line for line in re.split("[\r\n]", capsys.readouterr().err) if line.startswith("macko ")]
     assert len(lines) == 1
     return lines[0]
+
+
+def refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    assert message in one_line(capsys)
 
 
 MAGNITUDE = ("--method", "magnitude")
@@ -158,8 +155,7 @@ def test_a_broken_file_is_named(content: str, dense: Path, text: str, tmp_path: 
         ["bench", str(dense), *small],
         ["eval", str(dense), "--data", text],
     ):
-        assert main(arguments) == 1
-        assert f"{file} is no safetensors file, or was cut off" in one_line(capsys)
+        refused(arguments, f"{file} is no safetensors file, or was cut off", capsys)
     with pytest.raises(ValueError, match=re.escape(f"{file} is no safetensors file")):
         macko.load_model(torch.nn.Linear(4, 4), dense)
     assert not list(tmp_path.glob("out*"))
@@ -199,10 +195,22 @@ def text(dense: Path, tmp_path: Path) -> str:
 
     letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(sorted(set(TEXT)))}, unk_token=" "))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=letters, unk_token=" ").save_pretrained(dense)
+    PreTrainedTokenizerFast(tokenizer_object=letters, unk_token=" ", pad_token=" ").save_pretrained(dense)
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     return str(file)
+
+
+def test_pieces_are_as_long_as_the_tokenizer_allows(dense: Path, text: str, tmp_path: Path) -> None:
+    """A RoBERTa has fewer positions than its config says: they begin after that of padding, here the rare letter 4."""
+    from transformers import AutoTokenizer, RobertaConfig, RobertaModel
+
+    sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 1}
+    config = RobertaConfig(**sizes, num_attention_heads=4, max_position_embeddings=34, pad_token_id=4)
+    RobertaModel(config).save_pretrained(tmp_path / "roberta")
+    AutoTokenizer.from_pretrained(dense, model_max_length=29).save_pretrained(tmp_path / "roberta")
+    command = ["prune", str(tmp_path / "roberta"), str(tmp_path / "out"), "--calibration", text, "--samples", "2"]
+    assert main(command) == 0
 
 
 def test_calibration_that_cannot_be(
@@ -216,11 +224,9 @@ def test_calibration_that_cannot_be(
         (["--calibration", text, "--length", "129"], "--length is 129"),
         (["--calibration", str(tmp_path / "nowhere")], "nowhere"),
     ):
-        assert main(["prune", str(dense), str(tmp_path / "out"), *more]) == 1
-        assert message in one_line(capsys)
+        refused(["prune", str(dense), str(tmp_path / "out"), *more], message, capsys)
     (dense / "tokenizer.json").unlink()
-    assert main(["prune", str(dense), str(tmp_path / "out"), "--calibration", text]) == 1
-    assert f"{dense} has no tokenizer" in one_line(capsys)
+    refused(["prune", str(dense), str(tmp_path / "out"), "--calibration", text], f"{dense} has no tokenizer", capsys)
     assert not list(tmp_path.glob("out*"))
 
 
@@ -304,8 +310,7 @@ def test_what_others_quantised_is_named(method: str | None, dense: Path, tmp_pat
         ["tune", str(dense)],
     ]
     for arguments in commands[:1] if method == "sparse-bitmask" else commands:
-        assert main(arguments) == 1
-        assert (method or "bitsandbytes in 4 bits") in one_line(capsys)
+        refused(arguments, (method or "bitsandbytes in 4 bits"), capsys)
     assert not (tmp_path / "out").exists()
     if method != "sparse-bitmask":
         assert main(["inspect", str(dense)]) == 0
@@ -350,8 +355,7 @@ def test_a_folder_that_is_no_model_is_named(
         "against": ["eval", str(dense), "--against", str(broken), "--data", text, *device],
         "bench": ["bench", str(broken), "--sparsity", "0.5"],
     }[command]
-    assert main(arguments) == 1
-    assert f"{broken} has no config.json" in one_line(capsys)
+    refused(arguments, f"{broken} has no config.json", capsys)
 
 
 def test_eval_in_words_beside_its_json(dense: Path, text: str, tmp_path: Path, capsys: Any) -> None:
@@ -368,6 +372,26 @@ def test_eval_in_words_beside_its_json(dense: Path, text: str, tmp_path: Path, c
     (tmp_path / "short.txt").write_text("a few")
     assert main(["eval", str(dense), "--data", str(tmp_path / "short.txt"), "--lengths", "16"]) == 1
     assert one_line(capsys).endswith("less than one window of 16 (--lengths)")
+
+
+def test_eval_of_an_encoder_needs_its_dense_one(dense: Path, text: str, tmp_path: Path, capsys: Any) -> None:
+    from transformers import BertConfig, BertModel
+
+    model, sizes = tmp_path / "bert", {"hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2}
+    encoder = BertModel(BertConfig(vocab_size=90, num_attention_heads=4, max_position_embeddings=600, **sizes))
+    shutil.copytree(dense, model, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    encoder.save_pretrained(model)
+    macko.prune_(encoder, 0.5)
+    shutil.copytree(model, tmp_path / "pruned")
+    encoder.save_pretrained(tmp_path / "pruned")
+    command = ["eval", str(tmp_path / "pruned"), "--data", text, "--samples", "3"]
+    refused(command, "is no language model, so there is only --against DENSE to judge it by", capsys)
+    for against, is_same in ((tmp_path / "pruned", True), (model, False)):
+        assert main([*command, "--against", str(against)]) == 0
+        said = capsys.readouterr()
+        found = json.loads(said.out)["embeddings"]
+        assert (found["worst_cosine"] > 1 - 1e-6) == (found["cosine"] > 1 - 1e-6) == is_same
+        assert f"cosine to the dense embeddings {found['cosine']:.4f} in the mean" in said.err
 
 
 def test_formats_of_convert_are_one_list(dense: Path, tmp_path: Path, capsys: Any) -> None:
@@ -396,8 +420,7 @@ def test_formats_of_convert_are_one_list(dense: Path, tmp_path: Path, capsys: An
     ],
 )
 def test_what_tune_cannot_time_is_said_by_option(options: list[str], said: str, capsys: Any) -> None:
-    assert main(["tune", "--device", "cpu", *options]) == 1
-    assert said in one_line(capsys)
+    refused(["tune", "--device", "cpu", *options], said, capsys)
 
 
 def test_inspect_tells_of_this_cpu_first(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,8 +450,7 @@ def test_nothing_to_do_is_no_success(dense: Path, tmp_path: Path, capsys: Any) -
     assert main(["convert", pruned, packed, "--device", "cpu"]) == 0
     capsys.readouterr()
     for arguments in (["prune", packed, out, *MAGNITUDE], ["convert", packed, out]):
-        assert main(arguments) == 1
-        assert f"{packed} is packed already (14 layers)" in one_line(capsys)
+        refused(arguments, f"{packed} is packed already (14 layers)", capsys)
     assert not list(tmp_path.glob("out*"))
 
 
@@ -559,8 +581,7 @@ def test_out_is_known_to_be_writable_and_large_enough_before_anything_is_loaded(
         patch.setattr("transformers.PreTrainedModel.from_pretrained", None)
         patch.setattr("macko.integrations.transformers.load_packed", None)
         for command, more in (("prune", MAGNITUDE), ("convert", ())):
-            assert main([command, str(pruned), str(dense / "config.json" / "out"), *more]) == 1
-            assert "config.json" in one_line(capsys)
+            refused([command, str(pruned), str(dense / "config.json" / "out"), *more], "config.json", capsys)
         patch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10))  # type: ignore[attr-defined]
         assert main(["prune", str(pruned), out, *MAGNITUDE]) == 1
         size = format_bytes((pruned / "model.safetensors").stat().st_size)
@@ -595,8 +616,7 @@ def test_a_name_on_the_hub_is_resolved_or_refused_before_any_work(
         assert wanted in one_line(capsys)
     assert main(["prune", "acme/huge", str(pruned), *MAGNITUDE]) == 1  # not before it is known that OUT is free
     assert "is not empty" in one_line(capsys)
-    assert main(["inspect", "models/of/acme"]) == 1
-    assert "models/of/acme: there is no such folder" in one_line(capsys)
+    refused(["inspect", "models/of/acme"], "models/of/acme: there is no such folder", capsys)
     assert asked == ["acme/tiny"] * 2 + ["acme/tyni"] * 2
     assert not list(tmp_path.glob("out*"))
 
@@ -637,8 +657,7 @@ def test_an_interrupted_prune_resumes_to_the_same_bits(
             (["--length", "16"], "was begun with --length 32, now it is 16"),
             (["--ignore", "o_proj"], "was begun with --ignore ['lm_head'], now it is ['lm_head', 'o_proj']"),
         ):
-            assert main([*arguments, "--resume", *more]) == 1
-            assert message in one_line(capsys)
+            refused([*arguments, "--resume", *more], message, capsys)
         assert main(["prune", str(whole), str(out), *options, "--resume"]) == 1
         assert f"was begun with IN {str(dense)!r}, now it is {str(whole)!r}" in one_line(capsys)
     assert len(pruned) == 14 - 9
@@ -657,13 +676,11 @@ def test_without_resume_it_starts_anew_and_says_so(
     with monkeypatch.context() as patch:
         full = SafetensorError("No space left on device")
         patch.setattr("transformers.PreTrainedModel.save_pretrained", broken_save(full))
-        assert main(arguments) == 1
-    assert f"No space left on device (14 pruned layers are kept in {work}" in one_line(capsys)
+        refused(arguments, f"No space left on device (14 pruned layers are kept in {work}", capsys)
     assert not (work / "result").exists()
     with open(work / "lock") as lock:  # as a run that is at it
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert main([*arguments, "--resume"]) == 1
-        assert f"{work}: another macko is writing there" in one_line(capsys)
+        refused([*arguments, "--resume"], f"{work}: another macko is writing there", capsys)
     assert main([*arguments, "--sparsity", "0.6"]) == 0
     assert f"14 layers of an earlier run are removed from {work}" in one_line(capsys)
     assert not work.exists()
@@ -713,8 +730,7 @@ def test_lengths_of_bench_end_with_the_models_positions(
     monkeypatch.setattr(engines, "_forked", measure)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: name)
     command = ["bench", str(dense), "--engine", engine, *(["--sparsity", "0.5"] if engine == "transformers" else [])]
-    assert main(command) == 1
-    assert "enough" in one_line(capsys)
+    refused(command, "enough", capsys)
     for more in (["--prompt-tokens", "16", "129"], ["--prompt-tokens", "97"], ["--new-tokens", "128"]):
         assert main([*command, *more]) == 1
         assert f"--prompt-tokens and --new-tokens take {129 + (engine == 'vllm')} positions" in one_line(capsys)
@@ -851,13 +867,11 @@ def test_bench_refuses_before_it_measures(dense: Path, capsys: Any, monkeypatch:
         (["--sparsity", "0.1", "0.5"], "has no layer to pack: under 25% sparse it would not pay"),
         ([], "has no layer to pack: under 25% sparse it would not pay"),
     ):
-        assert main(["bench", str(dense), *more]) == 1
-        assert message in one_line(capsys)
+        refused(["bench", str(dense), *more], message, capsys)
         loads = "--prompt-tokens" in more or "no layer" in message
         assert load.called == loads, "the model's config says how long a prompt may be"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", str(dense), "--format", "sell"]) == 1
-    assert "--format sell runs on cuda only" in one_line(capsys)
+    refused(["bench", str(dense), "--format", "sell"], "--format sell runs on cuda only", capsys)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Plain torch.compile on the CPU with gradients on: one graph, not a warning, the gradients of eager mode."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 

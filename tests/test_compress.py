@@ -1,7 +1,5 @@
 """compress_, and layers in dense12: the dense ones for every caller, and in files. Bytes: kernels/test_slabs.py."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import warnings

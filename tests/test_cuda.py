@@ -1,7 +1,5 @@
 """What only a GPU can get wrong: many warps at once, alignment, streams, graphs, devices, unchecked content."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -17,7 +15,6 @@ from tests.common import (
     assert_same_bits,
     cuda_chain,
     integer_problem,
-    needs_capture,
     random_vector,
     random_weight,
 )
@@ -94,75 +91,6 @@ def test_rows_of_very_different_lengths() -> None:
     w[5], w[1999] = 1, -1
     y = w.float() @ x.float()
     assert_same_bits(ops.spmv(*cuda_pack(w), 6_000, x.cuda()) + 0, y.half() + 0)
-
-
-def test_inf_in_x_stays_in_the_rows_that_have_its_column() -> None:
-    # A row's last chunk holds the first entries of the next row: they must not meet x.
-    for dtype in HALVES:
-        w = random_weight(200, 300, 0.3, dtype)
-        x = random_vector(300, dtype=dtype)
-        x[[0, 7, 150, 299]] = float("inf")
-        packed = cuda_pack(w)
-        has_zero = [(ops.unpack(*packed, 300)[:, c] != 0).cpu() for c in (0, 7, 150, 299)]
-        y = ops.spmv(*packed, 300, x.cuda()).cpu()
-        finite = ~torch.stack(has_zero).any(0)
-        explicit = reference_stores_zero_at(w, (0, 7, 150, 299))
-        assert torch.equal(y.isfinite(), finite & ~explicit)
-
-
-def reference_stores_zero_at(w: Tensor, cols: tuple[int, ...]) -> Tensor:
-    """Rows whose packed form holds an explicit zero at one of the columns: 0 * Inf is NaN there."""
-    values, deltas, row_ptr = ops.pack(w)
-    found = torch.zeros(w.shape[0], dtype=torch.bool)
-    nibbles = torch.stack([deltas & 15, deltas >> 4], 1).flatten().long()
-    for row, (start, stop) in enumerate(itertools.pairwise(row_ptr.tolist())):
-        at = (nibbles[start:stop] + 1).cumsum(0) - 1
-        zeros = set(at[values[start:stop] == 0].tolist())
-        found[row] = bool(zeros.intersection(cols))
-    return found
-
-
-def test_same_bits_at_every_run() -> None:
-    w, x = random_weight(3_000, 2_000, 0.5, torch.float16), random_vector(2_000, dtype=torch.float16).cuda()
-    packed = cuda_pack(w)
-    first = ops.spmv(*packed, 2_000, x)
-    for _ in range(20):
-        assert_same_bits(ops.spmv(*packed, 2_000, x), first)
-
-
-@needs_capture
-def test_graph_equals_eager_and_reads_x_anew() -> None:
-    w, x = random_weight(500, 700, 0.5, torch.bfloat16), random_vector(700, dtype=torch.bfloat16).cuda()
-    bias = random_vector(500, dtype=torch.bfloat16, seed=3).cuda()
-    packed = cuda_pack(w)
-    ops.linear(torch.stack([x, x]), *packed, 700, bias)  # torch's own product may not begin its life in a capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        one = ops.linear(x, *packed, 700, bias)
-        two = ops.linear(torch.stack([x, 2 * x]), *packed, 700, bias)
-        dense = ops.unpack(*packed, 700)
-    x.copy_(random_vector(700, dtype=torch.bfloat16, seed=9))
-    one.fill_(float("nan"))
-    graph.replay()
-    assert_same_bits(one, ops.linear(x, *packed, 700, bias))
-    assert_same_bits(two, ops.linear(torch.stack([x, 2 * x]), *packed, 700, bias))
-    assert_same_bits(dense, w)
-
-
-def test_runs_on_the_current_stream() -> None:
-    w = random_weight(4_000, 4_000, 0.5, torch.float16)
-    x = random_vector(4_000, dtype=torch.float16).cuda()
-    packed = cuda_pack(w)
-    wanted = ops.spmv(*packed, 4_000, x)
-    late = torch.zeros_like(x)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # some 10 ms: work on another stream would see the zeros
-        late.copy_(x)
-        y = ops.spmv(*packed, 4_000, late)
-    stream.synchronize()
-    assert_same_bits(y, wanted)
 
 
 def test_values_at_an_odd_address_are_refused() -> None:

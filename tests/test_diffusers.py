@@ -1,7 +1,5 @@
 """Packed layers in diffusers' models: LoRA, what is refused, files, and pipelines."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

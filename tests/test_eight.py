@@ -1,7 +1,5 @@
 """Values of 8 bits: codes and scales, and layers and files of them. Bytes and products: kernels/test_slabs.py."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """verify.exact: random weights through formats and files, bit for bit; and that it sees a bit that is another one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

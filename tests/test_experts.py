@@ -1,7 +1,5 @@
 """Stacks of experts: the op linear_experts, and SparseExperts in the place of transformers' experts modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

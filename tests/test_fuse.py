@@ -1,7 +1,5 @@
 """Norms and sums in the kernel of a sparse layer: what the pass for torch.compile replaces, and that kernel."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

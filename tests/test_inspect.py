@@ -1,7 +1,5 @@
 """macko inspect: panels of rows say what packing the whole matrix gives, and shapes that lie take little."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -4,10 +4,10 @@ import copy
 import dataclasses
 import io
 import pickle
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import safetensors.torch as safetensors
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -64,14 +64,8 @@ def test_looks_like_linear(device: str, dtype: torch.dtype) -> None:
     assert [name for name, _ in layer.named_parameters()] == ["bias"]
     assert all(t.is_contiguous() for t in layer.state_dict().values())
     text = repr(layer)
-    for part in (
-        f"in_features={COLS}",
-        f"out_features={ROWS}",
-        f"density={layer.packed.density:.3f}",
-        "% sparse",
-        "format=macko",
-        "bytes=",
-    ):
+    density = f"density={layer.packed.density:.3f}"
+    for part in (f"in_features={COLS}", f"out_features={ROWS}", density, "% sparse", "format=macko", "bytes="):
         assert part in text
 
 
@@ -277,22 +271,35 @@ def test_meta() -> None:
 # Files.
 
 
-def test_state_dict_into_a_new_layer() -> None:
-    layer = sparse_layer()
-    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16)
-    assert other.load_state_dict(layer.state_dict()).missing_keys == []
+def through_torch(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def through_safetensors(state: dict[str, Any]) -> dict[str, Any]:
+    return safetensors.load(safetensors.save(state))
+
+
+@pytest.mark.parametrize("way", [dict, through_torch, through_safetensors])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_state_dict_into_a_new_layer(way: Any, device: str) -> None:
+    layer, other = sparse_layer(), SparseLinear(COLS, ROWS, dtype=torch.bfloat16, device=device)
+    assert other.load_state_dict(way(layer.state_dict()), assign=device == "meta").missing_keys == []
     assert_same_layer(other, layer)
-    assert other.values.data_ptr() != layer.values.data_ptr()
+    assert other.values.data_ptr() != layer.values.data_ptr() or (way is dict and device == "meta")
 
 
 def test_state_dict_over_other_content_and_sizes() -> None:
+    """Without its extra state too, where the format is the same."""
     layer = sparse_layer(density=0.3)
-    other = SparseLinear.from_packed(
-        MackoWeight.from_dense(random_weight(ROWS, COLS, 0.8, torch.bfloat16), delta_bits=2)
-    )
-    other.bias = nn.Parameter(torch.zeros(ROWS, dtype=torch.bfloat16))
-    nn.Sequential(other).load_state_dict(nn.Sequential(layer).state_dict())
-    assert_same_layer(other, layer)
+    state = nn.Sequential(layer).state_dict()
+    for bits, left_out in ((2, None), (int(layer.packed.sizes()["delta_bits"]), "0._extra_state")):
+        packed = MackoWeight.from_dense(random_weight(ROWS, COLS, 0.8, torch.bfloat16), delta_bits=bits)
+        other = SparseLinear.from_packed(packed, torch.zeros(ROWS, dtype=torch.bfloat16))
+        nn.Sequential(other).load_state_dict({name: t for name, t in state.items() if name != left_out})
+        assert_same_layer(other, layer)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -301,38 +308,6 @@ def test_state_dict_of_another_dtype(assign: bool) -> None:
     other = SparseLinear(COLS, ROWS, dtype=torch.float16)
     other.load_state_dict(layer.state_dict(), assign=assign)
     assert_same_layer(other, layer if assign else copy.deepcopy(layer).half())
-
-
-def test_state_dict_assigned_to_meta() -> None:
-    layer = sparse_layer()
-    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16, device="meta")
-    other.load_state_dict(layer.state_dict(), assign=True)
-    assert_same_layer(other, layer)
-
-
-def test_state_dict_through_files(tmp_path: Path) -> None:
-    layer = sparse_layer()
-    buffer = io.BytesIO()
-    torch.save(layer.state_dict(), buffer)
-    buffer.seek(0)
-    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16)
-    other.load_state_dict(torch.load(buffer, weights_only=True))
-    assert_same_layer(other, layer)
-
-    safetensors = pytest.importorskip("safetensors.torch")
-    safetensors.save_file(layer.state_dict(), tmp_path / "layer.safetensors")
-    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16)
-    other.load_state_dict(safetensors.load_file(tmp_path / "layer.safetensors"))
-    assert_same_layer(other, layer)
-
-
-def test_state_dict_without_its_extra_state() -> None:
-    layer = SparseLinear.from_linear(dense_layer(), format="macko")
-    state = layer.state_dict()
-    del state["_extra_state"]
-    other = SparseLinear(COLS, ROWS, dtype=torch.bfloat16).reformat_("macko")
-    other.load_state_dict(state)
-    assert_same_layer(other, layer)
 
 
 def test_dense_state_dict_is_refused_with_the_reason() -> None:
@@ -354,22 +329,16 @@ def test_dense_state_dict_is_refused_with_the_reason() -> None:
         ("values", torch.zeros(8, dtype=torch.int64), "int64"),
         ("_extra_state", torch.zeros(3, dtype=torch.uint8), "_extra_state does not say"),
         ("_extra_state", torch.zeros(3, dtype=torch.uint8, device="meta"), "_extra_state does not say"),
-        (
-            "_extra_state",
-            torch.tensor(list(b'{"format": "macko", "rows": 1e9}'), dtype=torch.uint8),
-            "expected integers",
-        ),
-        ("_extra_state", torch.tensor(list(b'{"format": "elves"}'), dtype=torch.uint8), "format is 'elves'"),
-        (
-            "_extra_state",
-            torch.tensor(list(b'{"format": "macko", "rows": 48, "cols": 8, "delta_bits": 4}'), dtype=torch.uint8),
-            r"size mismatch: the state has shape \[48, 8\]",
-        ),
+        ("_extra_state", b'{"format": "macko", "rows": 1e9}', "expected integers"),
+        ("_extra_state", b'{"format": "elves"}', "format is 'elves'"),
+        ("_extra_state", b'{"format": "macko", "rows": 48, "cols": 8, "delta_bits": 4}',
+         r"size mismatch: the state has shape \[48, 8\]"),
     ],
-)
+)  # fmt: skip
 def test_hostile_state_dict(key: str, value: Any, message: str) -> None:
     layer = sparse_layer()
     before = copy.deepcopy(layer)
+    value = torch.tensor(list(value), dtype=torch.uint8) if isinstance(value, bytes) else value
     state = {**layer.state_dict(), key: value}
     with pytest.raises(RuntimeError, match=message):
         layer.load_state_dict(state)

@@ -1,7 +1,5 @@
 """The canonical format: its bytes, round trips, spmv and linear, hostile content, the ops' manners."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Siblings merged into one matrix: same outputs, same files, whatever order, input and mode they are called in."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

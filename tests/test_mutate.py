@@ -1,7 +1,5 @@
 """verify/mutate.py can plant its faults: what it looks for is still there. `make mutants` says whether tests notice."""
 
-from __future__ import annotations
-
 from verify.mutate import FAULTS, ROOT
 
 

@@ -1,7 +1,5 @@
 """A new layout is a file in C and a class in Python: a copy of the source gets one, is built and put to use."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """offloadable_: offloaders move every packed byte and nothing changes; without it they are refused by name."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

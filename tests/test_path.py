@@ -1,19 +1,16 @@
 """The knobs, and the room that decides which kernel multiplies."""
 
-from __future__ import annotations
-
 import ctypes
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from macko import _library
+from tests.common import compiled
 from tests.layouts import LAYOUTS
 
 CANNOT = {
@@ -163,13 +160,7 @@ END = 2**31
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
     """The path by tokens: a number for each place where it changes, all up to 1100 and around 2^31 tried."""
-    headers = Path(__file__).parent.parent / "csrc"
-    if not shutil.which("cc") or not headers.exists():
-        pytest.skip("needs cc and the sources")
-    target = tmp_path_factory.mktemp("room") / "room.so"
-    command = ["cc", "-std=c17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-x", "c", "-", f"-I{headers}"]
-    subprocess.run([*command, "-o", str(target)], input=ROOM, text=True, check=True)
-    library = ctypes.CDLL(str(target))
+    library = compiled(ROOM, tmp_path_factory.mktemp("room"))
 
     def paths(
         layout: str,

@@ -1,7 +1,5 @@
 """Planes, as files hold dense12: every bit, cut and checked; files, folders and engines that read them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

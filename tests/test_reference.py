@@ -1,7 +1,5 @@
 """The bound of reference.linear, by which tests and `macko bench` judge: right results pass, wrong ones do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -57,3 +57,29 @@ def test_a_page_asks_for_what_there_is(tmp_path: Path, monkeypatch: pytest.Monke
         page.write_text(text)
         with pytest.raises(ValueError, match=error):
             report.fill(page)
+
+
+def test_a_ratio_by_sparsity_is_over_dense_of_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {"old": {0.0: 8, 0.5: 4, 0.7: 2}, "new": {0.0: 6, 0.5: 3}}
+    some = [
+        {
+            "what": "decode",
+            "model": "sparse" if zeros else "dense",
+            "sparsity": zeros,
+            "batch": 1,
+            "ms": ms,
+            "commit": of,
+        }
+        for of, times in runs.items()
+        for zeros, ms in times.items()
+    ]
+    (tmp_path / "sparsity.jsonl").write_text("".join(json.dumps(line) + "\n" for line in some))
+    monkeypatch.setattr(records, "H100", tmp_path)
+    found = [(line["sparsity"], line["ms"], line["gain"]) for line in records.sparsity()]
+    assert found == [(0.0, 6, 1), (0.5, 3, 2), (0.7, 2, 4)]
+
+
+def test_every_colour_has_one_for_a_dark_page() -> None:
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    assert {*plots.COLOURS.values()} <= {*plots.DARK}
+    assert len({*plots.DARK.values()}) == len(plots.DARK)

@@ -1,7 +1,5 @@
 """benchmarks.rivals: torch's products of 8 and 4 bits are what the tables say they are."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

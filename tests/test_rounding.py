@@ -1,7 +1,5 @@
 """How often a result is rounded, and with how many tokens its bits change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

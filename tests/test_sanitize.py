@@ -1,7 +1,5 @@
 """That verify/sanitize.py counts what compute-sanitizer says, with a stand-in for it: no GPU is needed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

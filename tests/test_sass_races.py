@@ -1,7 +1,5 @@
 """That verify/sass_races.py tells an arrival that can overtake a load from one that cannot."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

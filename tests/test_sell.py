@@ -2,9 +2,6 @@
 
 import ctypes
 import random
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +18,7 @@ from tests.common import (
     assert_close_library,
     assert_close_spmv,
     assert_same_bits,
+    compiled,
     each_token,
     integer_problem,
     needs_capture,
@@ -412,13 +410,7 @@ class Shape(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def geometry(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    headers = Path(__file__).parent.parent / "csrc" / "sell"
-    if not shutil.which("cc") or not headers.exists():
-        pytest.skip("needs cc and the sources")
-    target = tmp_path_factory.mktemp("geometry") / "geometry.so"
-    command = ["cc", "-std=c17", "-shared", "-fPIC", "-x", "c", "-", f"-I{headers}", "-o", str(target)]
-    subprocess.run(command, input=GEOMETRY, text=True, check=True)
-    library = ctypes.CDLL(str(target))
+    library = compiled(GEOMETRY, tmp_path_factory.mktemp("geometry"), "sell")
     library.slot.restype = library.base.restype = ctypes.c_int64
     library.pack_shape.restype = library.launch_shape.restype = Shape
     library.pack_shape.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, Device]

@@ -9,8 +9,6 @@ A failure prints the shortest steps found, which `play` runs again. For thousand
     python -m pytest tests/test_sequences.py --hypothesis-profile=long
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Shards of packed weights: what a process of tensor parallelism holds is what packing its rows or columns gives."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The machine code of slide's kernel for GPUs without wgmma: how much of its loop is not products."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A few cycles of verify/soak.py with a tiny model, and that it sees what it is for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers in sparse11, and when it is taken in place of tile. Its bytes and products: kernels/test_slabs.py."""
 
-from __future__ import annotations
-
 import copy
 import re
 from typing import Any

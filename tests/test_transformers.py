@@ -1,7 +1,5 @@
 """transformers and PEFT: a model converts as it loads, saves packed, comes back bit for bit, and takes adapters."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

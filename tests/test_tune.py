@@ -1,7 +1,5 @@
 """Which format is expected to be the fastest: tables, the model behind them, what sparsify_ makes of it, autotune."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

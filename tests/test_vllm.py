@@ -3,8 +3,6 @@
 `make test-vllm` makes an environment with a vLLM for CPUs and runs this there: each run of vLLM takes half a minute.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

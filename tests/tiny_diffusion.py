@@ -1,7 +1,5 @@
 """Diffusion models of diffusers, random and tiny, but wide enough that dense12's slabs are fewer bytes."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 
@@ -45,7 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "unet": (
         "UNet2DConditionModel",
         {
-            "sample_size": 8, "in_channels": 4, "out_channels": 4, "block_out_channels": (256, 512),
+            "sample_size": 8, "in_channels": 4, "out_channels": 4, "block_out_channels": (64, 256),
             "layers_per_block": 1, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
             "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "cross_attention_dim": 256, "attention_head_dim": 8,
             "norm_num_groups": 32,

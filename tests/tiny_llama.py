@@ -1,7 +1,5 @@
 """A small Llama, trained for a few seconds on a small text: weights and activations of a real, if modest, kind."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 from typing import Any

@@ -38,15 +38,15 @@ CODECS = {
 }
 STAGES = """
 #include "ring_plan.h"
-/* Stages; 0 where another shape is taken. kind: 0 pairs, 1 wide, 2 x in halves. */
+/* Stages; 0 where another shape is taken. kind: a macko_ring_kind. */
 int stages(int tokens, int widest, int shared_bytes, bool prefers_pairs, int kind) {
-    const macko_ring_problem p = {64, 16, tokens, widest, 128, shared_bytes, prefers_pairs};
+    const macko_ring_problem p = {448, 32, tokens, widest, 128, shared_bytes, prefers_pairs};
     macko_ring_shape shape;
     const bool fits = macko_ring_shape_of(&p, &shape);
-    return fits && kind == (shape.pairs ? 0 : shape.x_in_halves ? 2 : 1) ? shape.stages : 0;
+    return fits && kind == (int)shape.kind ? shape.stages : 0;
 }
 """
-KINDS = ("pairs", "wide", "x in halves")
+KINDS = ("pairs", "two row blocks", "wide", "x in halves")
 UNIT_BYTES = 128
 WARPS, ISSUED = 16, 4  #: of a block; instructions a clock of an SM
 #: Copies of 16 bytes that a thread makes in one turn of the loop that copies a slab.
@@ -72,14 +72,15 @@ def body_of(code: list[tuple[int, str]]) -> tuple[list[tuple[int, str]], list[tu
     return min((body for body in bodies if any("HMMA" in text for _, text in body)), key=len), loops
 
 
-def clocks_of(code: list[tuple[int, str]], pairs: bool, slab_bytes: int) -> float:
+def clocks_of(code: list[tuple[int, str]], kind: str, slab_bytes: int) -> float:
     """What a slab takes of an SM's issue slots."""
     body, loops = body_of(code)
     begin, end = body[0][0], body[-1][0]
     if takes := [at for at, text in body if "STRONG.GPU" in text or "CCTL" in text]:
         begin = min(at for at, text in body if at > max(takes) and "DEPBAR" in text)
-    warps = WARPS // 2 if pairs else WARPS
-    turns = max(1, -(-slab_bytes // (warps * 32 * 16 * COPIES)))
+    two_rows = kind == KINDS[1]
+    warps = WARPS // 2 if kind in KINDS[:2] else WARPS
+    turns = max(1, -(-slab_bytes // (warps // (1 + two_rows) * 32 * 16 * COPIES)))
     edges = [
         (at, int(found[1], 16))
         for at, text in body
@@ -95,7 +96,7 @@ def clocks_of(code: list[tuple[int, str]], pairs: bool, slab_bytes: int) -> floa
                 copies, multiplies = (any(name in text for text in inside) for name in ("LDGSTS", "HMMA"))
                 times = turns if copies else times if multiplies else 0
         count += times if at >= begin else 0
-    return count * warps / ISSUED
+    return count * warps / ISSUED / (1 + two_rows)
 
 
 def kernels(said: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -105,7 +106,7 @@ def kernels(said: str) -> Iterator[tuple[str, dict[str, Any]]]:
         re.DOTALL,
     )
     for found in each.finditer(said):
-        shape = re.search(r"slab_ring_kernel.*ring_shapeILi(\d+)ELb([01])ELb([01])E", found["name"])
+        shape = re.search(r"slab_ring_kernel.*ring_shapeILi(\d+)EL\w*macko_ring_kind(\d)E", found["name"])
         if not shape:
             continue
         values = re.search(r"macko_byte_kind(\d)E", found["name"])
@@ -115,7 +116,7 @@ def kernels(said: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 "dtype": "float16" if "6__half" in found["name"] else "bfloat16",
                 **({"values": ("fp8", "int8")[int(values[1])]} if values else {}),
                 "tokens": int(shape[1]),
-                "kind": KINDS[0 if shape[2] == "1" else 2 if shape[3] == "1" else 1],
+                "kind": KINDS[int(shape[2])],
                 "registers": int(found["registers"]),
                 "spilled_bytes": int(found["stores"]),
             },
@@ -147,8 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
                     for name, _, text in (part.partition("\n") for part in sass.split("Function : ")[1:])
                 }
                 for name, kernel in kernels(ran.stdout + ran.stderr):
-                    pairs = kernel["kind"] == KINDS[0]
-                    kernel["issue_clocks"] = clocks_of(code[name], pairs, widest * UNIT_BYTES)
+                    kernel["issue_clocks"] = clocks_of(code[name], kernel["kind"], widest * UNIT_BYTES)
                     shared, kind = SHARED_KB[arch] * 1024, KINDS.index(kernel["kind"])
                     held = stages(kernel["tokens"], widest, shared, prefers_pairs, kind)
                     text = json.dumps({"codec": codec, "arch": f"sm_{arch}", **kernel, "stages": held or None})

@@ -167,7 +167,7 @@ Made lay_out(const Packed &canonical, const Ints &options) {
     if (!shape.stages)
         fail(op, "a vector of ", cols, " columns does not fit the ", device.shared_per_block,
              " bytes of shared memory of this GPU: use the macko format");
-    Tensor perm = torch::stable::new_empty(values, {sell_layout.number, rows}, ScalarType::Int);
+    Tensor perm = torch::stable::new_empty(values, {2, rows}, ScalarType::Int);
     auto *perm_data = writes<int32_t>(perm);
     Tensor starts = torch::stable::new_empty(values, {rows + 1}, ScalarType::Long);
     Tensor line = torch::stable::new_empty(values, {rows}, ScalarType::Long);
@@ -199,7 +199,7 @@ Made lay_out(const Packed &canonical, const Ints &options) {
     Tensor scratch = torch::stable::new_empty(values, {2, stored}, ScalarType::Short);
     auto *scratch_data = writes<uint16_t>(scratch);
     Made packed{{data, bases, blocks, perm},
-                {2, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.number(0)}};
+                {sell_layout.number, rows, cols, gap_bits, shape.warps, totals.head, stored, canonical.number(0)}};
     const macko_sell_matrix s = matrix_of(op, packed);
     STD_CUDA_CHECK(macko_sell_write_cuda(&m, &s, starts_data, scratch_data, scratch_data + stored,
                                          writes<uint8_t>(data), writes<uint16_t>(bases), stream));

@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
         }
         product.meet(meeting, group, thread); // what it has of the item before is read: a stage's barrier lies between
         product.own(group, here.tokens,
-                    [&](int eight, const float (&s)[4]) { experts_store(task, here, eight, thread, s); });
+                    [&](int, int eight, const float (&s)[4]) { experts_store(task, here, eight, thread, s); });
     }
     wait_copies<0>();
 #endif
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
 template <class CODEC, int TOKENS>
 cudaError_t launch_experts(const experts_task<CODEC> &task, const macko_experts_plan &plan, const device_info &device,
                            cudaStream_t stream) {
-    using SHAPE = ring_shape<TOKENS, false, false>;
+    using SHAPE = ring_shape<TOKENS, MACKO_RING_WIDE>;
     constexpr auto kernel = slab_experts_kernel<CODEC, SHAPE>;
     if (const cudaError_t error = allow_all_shared_memory<kernel>(device, 100)) return error;
     cudaLaunchAttribute attribute = pdl_attribute();

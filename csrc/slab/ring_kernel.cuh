@@ -4,12 +4,13 @@
 //     block      16 warps, one block an SM. A warp has a slice (16 rows) of one tile of every slab: one ring of stages,
 //                of the whole block. Or, in pairs, of two neighbouring tiles of every other slab: two rings of eight
 //                warps, so that what a slab costs a warp is paid once for two tiles. How a tile is decoded is the
-//                codec's (codec.cuh)
-//     stage      | slab | x: [token][256 columns], 16-byte chunks at chunk ^ token % 8 |      a group of copies a thread
+//                codec's (codec.cuh). For 64 tokens also eight warps, each with two neighbouring tiles of two row blocks:
+//                a stage has a slab of both, and their x is fetched, and read by ldmatrix, once
+//     stage      | slabs | x: [token][256 columns], 16-byte chunks at chunk ^ token % 8 |     a group of copies a thread
 //     loop       wait for the oldest copies; a barrier of the ring: the stage is there, and the one before it is free;
 //                fetch into that; decode step by step into operand A, multiply
-//     group      the four warps of a tile, or of two: they have sums of all 64 rows. There are four groups, whose sums
-//                meet in shared memory, 16 tokens at a time
+//     group      the four warps of a tile, or of two: they have sums of all rows. There are four groups, with two row
+//                blocks two, whose sums meet in shared memory, 16 tokens at a time
 //     shares     a block's slabs follow each other, over the ends of row blocks (ring_plan.h). Its last row block comes
 //                first: if another block ends that one, the sums go to the workspace early, and a flag with the launch's
 //                epoch after them. The row block that others began comes last: their sums are added in the order of
@@ -43,7 +44,7 @@ struct ring_task {
     int64_t x_stride;
     const void *bias;
     macko_slab_outputs y;
-    float4 *partials; // [token block][block][eight of tokens][128 threads of a group]
+    float4 *partials; // [token block][block][row block of a stage][eight of tokens][128 threads of a group]
     uint64_t *flags;  // [token block][block]
     uint64_t epoch;
     int64_t rows;
@@ -53,29 +54,33 @@ struct ring_task {
     int units;  // of data
     float mean; // of a slab
     typename CODEC::constants weights;
+    int slab_bytes, last_row_block; // from a slab of a stage to that of the next row block
 };
 
-template <int TOKENS_, bool PAIRS_, bool X_IN_HALVES_>
+template <int TOKENS_, macko_ring_kind KIND>
 struct ring_shape {
     static constexpr int TOKENS = TOKENS_, EIGHTS = TOKENS / 8;
-    static constexpr bool PAIRS = PAIRS_, X_IN_HALVES = X_IN_HALVES_;
-    static constexpr int RINGS = PAIRS ? 2 : 1, THREADS = MACKO_RING_WARPS * WARP, RING_THREADS = THREADS / RINGS,
-                         RING_WARPS = RING_THREADS / WARP;
-    static constexpr int GROUPS = MACKO_RING_WARPS / MACKO_SLAB_SLICES, GROUP_THREADS = MACKO_SLAB_SLICES * WARP;
+    static constexpr bool X_IN_HALVES = KIND == MACKO_RING_HALVES;
+    static constexpr int ROW_BLOCKS = KIND == MACKO_RING_TWO_ROWS ? 2 : 1, // of a stage, and of a warp
+        TILES = KIND == MACKO_RING_PAIRS || ROW_BLOCKS > 1 ? 2 : 1;        // of a warp in a slab
+    static constexpr int RINGS = KIND == MACKO_RING_PAIRS ? 2 : 1, WARPS = MACKO_RING_WARPS / ROW_BLOCKS,
+                         THREADS = WARPS * WARP, RING_THREADS = THREADS / RINGS, RING_WARPS = RING_THREADS / WARP,
+                         SLAB_THREADS = RING_THREADS / ROW_BLOCKS; // that fetch a slab
+    static constexpr int GROUPS = WARPS / MACKO_SLAB_SLICES, GROUP_THREADS = MACKO_SLAB_SLICES * WARP;
     static constexpr int AT_ONCE = EIGHTS < 2 ? 1 : 2; // eights whose sums meet at once
     static constexpr int X_ROW = MACKO_SLAB_COLS * 2;  // bytes of a token in a stage
     static constexpr int HALF_ROW = 64, HALF_BYTES = TOKENS * HALF_ROW;
-    static_assert(!X_IN_HALVES || (!PAIRS && EIGHTS > 1));
+    static_assert(!X_IN_HALVES || EIGHTS > 1);
 };
 
 // Steps whose operand A the reader has whole at once: listed values come after them.
-template <class CODEC, bool PAIRS>
+template <class CODEC, int TILES>
 struct ring_reader {
     using type = typename CODEC::few_reader;
     static constexpr int STEPS = CODEC::STEPS;
 };
 template <class CODEC>
-struct ring_reader<CODEC, true> {
+struct ring_reader<CODEC, 2> {
     using type = typename CODEC::half_reader;
     static constexpr int STEPS = CODEC::HALF_STEPS;
 };
@@ -147,55 +152,66 @@ struct ring_fetch {
     const ring_task<CODEC> &task;
     ring_walk ahead;
     bool more;
-    uint32_t ring, ring_end, to; // to: the stage
+    uint32_t thread;             // within its ring
+    int row_block, slab_at;      // of a stage, whose slab the thread fetches; where that is
+    uint32_t ring, ring_end, to; // from that slab of the first stage on; to: of the stage
     int from, units;             // of the slab
     const uint16_t *x;           // of the token block
     int tokens;                  // in it
-    uint32_t thread, x_to;       // within its ring; where its first chunk of x goes in a stage
+    uint32_t x_to;               // from the slab on, where the thread's first chunk of x goes
     const uint8_t *x_from;
 
     __device__ __forceinline__ ring_fetch(const ring_task<CODEC> &task, int begin, int end, uint32_t base,
                                           int ring_index, int token_block)
         : task(task), ahead(begin, end, task.shares.slabs) {
         more = ring_index == 0 || ahead.advance(ring_index);
-        ring = to = base + ring_index * task.stages * task.stage_bytes;
-        ring_end = ring + task.stages * task.stage_bytes;
         thread = threadIdx.x % SHAPE::RING_THREADS;
+        row_block = thread / SHAPE::SLAB_THREADS;
+        slab_at = row_block * task.slab_bytes;
+        ring = to = base + ring_index * task.stages * task.stage_bytes + slab_at;
+        ring_end = ring + task.stages * task.stage_bytes;
         x = task.x + (int64_t)token_block * MACKO_RING_MOST_TOKENS * task.x_stride;
         tokens = min(SHAPE::TOKENS, task.tokens - token_block * MACKO_RING_MOST_TOKENS);
         look_up();
         prefetch_first();
         const uint32_t chunk = thread % WARP, token = thread / WARP; // a warp copies a token's columns
-        x_to = opaque(task.x_at + token * SHAPE::X_ROW + ((chunk & ~7u) | ((chunk ^ token) & 7)) * 16);
+        x_to = opaque(task.x_at - slab_at + token * SHAPE::X_ROW + ((chunk & ~7u) | ((chunk ^ token) & 7)) * 16);
         x_from = (const uint8_t *)(x + (int64_t)token * task.x_stride + chunk * 8);
         asm volatile("" : "+l"(x_from)); // else it is worked out anew at each stage
+    }
+    // Of the matrix. The last row block is there twice if their number is odd; its second sums are not stored.
+    __device__ __forceinline__ int slab_index() const {
+        if (SHAPE::ROW_BLOCKS == 1) return ahead.slab;
+        const int of_all = min(ahead.row_block * SHAPE::ROW_BLOCKS + row_block, task.last_row_block);
+        return ahead.slab + (of_all - ahead.row_block) * task.shares.slabs;
     }
     __device__ __forceinline__ void look_up() {
         from = 0;
         units = task.slab_units;
         if (CODEC::SAME_SIZE || !more) return;
-        from = task.offsets[ahead.slab];
-        units = task.offsets[ahead.slab + 1] - from;
+        const int slab = slab_index();
+        from = task.offsets[slab];
+        units = task.offsets[slab + 1] - from;
     }
     // What lies about where the first slab should be comes to L2 while that is looked up.
     __device__ __forceinline__ void prefetch_first() const {
         constexpr int ABOUT = 24;
         if (CODEC::SAME_SIZE || !more) return;
-        const int unit = max(0, (int)(ahead.slab * task.mean) - ABOUT) + (int)thread;
-        if ((int)thread < (int)task.mean + 2 * ABOUT && unit < task.units)
+        const int own = thread % SHAPE::SLAB_THREADS, unit = max(0, (int)(slab_index() * task.mean) - ABOUT) + own;
+        if (own < (int)task.mean + 2 * ABOUT && unit < task.units)
             asm volatile("prefetch.global.L2 [%0];" ::"l"(task.data + (int64_t)unit * MACKO_SLAB_UNIT));
     }
     __device__ __forceinline__ void slab() const {
-        constexpr int STEP = SHAPE::RING_THREADS * 16, UNROLLED = 4;
-        const int64_t unit = CODEC::SAME_SIZE ? (int64_t)ahead.slab * task.slab_units : from;
-        const uint8_t *source = task.data + unit * MACKO_SLAB_UNIT + thread * 16;
-        const int bytes = units * MACKO_SLAB_UNIT - thread * 16;
+        constexpr int STEP = SHAPE::SLAB_THREADS * 16, UNROLLED = 4;
+        const int64_t unit = CODEC::SAME_SIZE ? (int64_t)slab_index() * task.slab_units : from;
+        const uint32_t at = thread % SHAPE::SLAB_THREADS * 16;
+        const uint8_t *source = task.data + unit * MACKO_SLAB_UNIT + at;
+        const int bytes = units * MACKO_SLAB_UNIT - at;
 #pragma unroll 1
         for (int i = 0; i < bytes; i += UNROLLED * STEP)
 #pragma unroll
             for (int k = 0; k < UNROLLED; k++)
-                if (k == 0 || i + k * STEP < bytes)
-                    copy_async_ahead(to + thread * 16 + i + k * STEP, source + i + k * STEP);
+                if (k == 0 || i + k * STEP < bytes) copy_async_ahead(to + at + i + k * STEP, source + i + k * STEP);
     }
     __device__ __forceinline__ void tokens_of_slab() const {
         const int col = ahead.column();
@@ -243,8 +259,9 @@ struct ring_fetch {
         } else {
             for (int stage = 0; stage < task.stages; stage++)
                 for (int token = tokens + thread / WARP; token < SHAPE::TOKENS; token += SHAPE::RING_WARPS)
-                    store_shared_16(
-                        ring + stage * task.stage_bytes + task.x_at + token * SHAPE::X_ROW + thread % WARP * 16, zeros);
+                    store_shared_16(ring - slab_at + stage * task.stage_bytes + task.x_at + token * SHAPE::X_ROW +
+                                        thread % WARP * 16,
+                                    zeros);
         }
     }
     // The slab that `to` has been filled with is followed by the ring's next one.
@@ -264,31 +281,45 @@ struct ring_fetch {
     }
 };
 
-// What a warp multiplies: its sums of a row block, a stage after the other.
+// What a warp multiplies: its sums of a row block, or of both of a stage, a stage after the other.
 template <class CODEC, class SHAPE>
 struct ring_product {
     using T = typename CODEC::T;
-    using READER = ring_reader<CODEC, SHAPE::PAIRS>;
+    using READER = ring_reader<CODEC, SHAPE::TILES>;
+    static constexpr int ROW_BLOCKS = SHAPE::ROW_BLOCKS;
     const ring_task<CODEC> &task;
-    typename READER::type reader;
+    struct row_readers {
+        typename READER::type reader[ROW_BLOCKS];
+        uint32_t from[ROW_BLOCKS]; // their slabs, from where a stage is said to be
+    } rows;
     uint32_t x_lane, halves; // where a lane's row of four matrices is: two steps of 8 tokens, or a step of 16
-    float sums[SHAPE::EIGHTS][4], odd[4]; // of 8 tokens, whose steps would wait for each other: those of odd steps
-    uint32_t a[4][4];
+    // odd: of 8 tokens, whose steps would wait for each other: those of odd steps.
+    float sums[ROW_BLOCKS][SHAPE::EIGHTS][4], odd[ROW_BLOCKS][4];
+    uint32_t a[ROW_BLOCKS][4][4];
 
+    // Stages are said to be where their slab `slab_at` is.
     __device__ __forceinline__ ring_product(const ring_task<CODEC> &task, int tile, int slice, int lane,
-                                            uint32_t halves_)
-        : task(task), reader(task.weights, tile, slice, lane) {
+                                            uint32_t halves_, int slab_at = 0)
+        : task(task), rows(readers(task, tile, slice, lane, slab_at)) {
         const uint32_t matrix = lane / 8, row = lane % 8;
         const uint32_t token = SHAPE::EIGHTS == 1 ? row : matrix / 2 * 8 + row;
-        x_lane = opaque(task.x_at + token * SHAPE::X_ROW + tile * (MACKO_SLAB_TILE_COLS * 2) +
+        x_lane = opaque(task.x_at - slab_at + token * SHAPE::X_ROW + tile * (MACKO_SLAB_TILE_COLS * 2) +
                         (((SHAPE::EIGHTS == 1 ? matrix : matrix % 2) ^ row) & 7) * 16);
         halves = opaque(halves_ + token * SHAPE::HALF_ROW + ((matrix % 2 ^ row / 2) & 3) * 16);
     }
+    __device__ __forceinline__ static row_readers readers(const ring_task<CODEC> &task, int tile, int slice, int lane,
+                                                          int slab_at) {
+        if constexpr (ROW_BLOCKS == 1)
+            return {{{task.weights, tile, slice, lane}}, {0}};
+        else
+            return {{{task.weights, tile, slice, lane}, {task.weights, tile, slice, lane}},
+                    {opaque(-slab_at), opaque(task.slab_bytes - slab_at)}};
+    }
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < SHAPE::EIGHTS * 4; i++) sums[i / 4][i % 4] = 0;
+        for (int i = 0; i < ROW_BLOCKS * SHAPE::EIGHTS * 4; i++) (&sums[0][0][0])[i] = 0;
 #pragma unroll
-        for (int i = 0; i < 4; i++) odd[i] = 0;
+        for (int i = 0; i < ROW_BLOCKS * 4; i++) (&odd[0][0])[i] = 0;
     }
     template <int STEP, int TILE>
     __device__ __forceinline__ void multiply_step(uint32_t stage) {
@@ -297,8 +328,11 @@ struct ring_product {
         if constexpr (SHAPE::EIGHTS == 1) {
             if constexpr (STEP % 2) {
                 load_matrices(b, x + (x_lane ^ (STEP / 2 * 64)));
-                mma<T>(sums[0], a[STEP - 1], b[0], b[1]);
-                mma<T>(odd, a[STEP], b[2], b[3]);
+#pragma unroll
+                for (int r = 0; r < ROW_BLOCKS; r++) {
+                    mma<T>(sums[r][0], a[r][STEP - 1], b[0], b[1]);
+                    mma<T>(odd[r], a[r][STEP], b[2], b[3]);
+                }
             }
         } else {
             const uint32_t at = SHAPE::X_IN_HALVES ? (halves ^ (STEP % 2 * 32)) + STEP / 2 * SHAPE::HALF_BYTES
@@ -306,25 +340,36 @@ struct ring_product {
 #pragma unroll
             for (int pair = 0; pair < SHAPE::EIGHTS / 2; pair++) {
                 load_matrices(b, at + pair * 16 * (SHAPE::X_IN_HALVES ? SHAPE::HALF_ROW : SHAPE::X_ROW));
-                mma<T>(sums[2 * pair], a[STEP], b[0], b[1]);
-                mma<T>(sums[2 * pair + 1], a[STEP], b[2], b[3]);
+#pragma unroll
+                for (int r = 0; r < ROW_BLOCKS; r++) {
+                    mma<T>(sums[r][2 * pair], a[r][STEP], b[0], b[1]);
+                    mma<T>(sums[r][2 * pair + 1], a[r][STEP], b[2], b[3]);
+                }
             }
         }
     }
     // Prepares a tile.
     template <int TILE>
-    __device__ __forceinline__ void prepare(uint32_t slab) {
-        reader.template prepare<0, TILE>(slab, task.weights);
-        reader.template prepare<1, TILE>(slab, task.weights);
-        reader.template prepare<2, TILE>(slab, task.weights);
-        reader.template prepare<3, TILE>(slab, task.weights);
+    __device__ __forceinline__ void prepare(uint32_t stage) {
+#pragma unroll
+        for (int r = 0; r < ROW_BLOCKS; r++) {
+            const uint32_t slab = stage + rows.from[r] + CODEC::BASE;
+            rows.reader[r].template prepare<0, TILE>(slab, task.weights);
+            rows.reader[r].template prepare<1, TILE>(slab, task.weights);
+            rows.reader[r].template prepare<2, TILE>(slab, task.weights);
+            rows.reader[r].template prepare<3, TILE>(slab, task.weights);
+        }
     }
     // A step of a tile, while that step of NEXT (-1: none), of the same slab, is prepared.
     template <int STEP, int TILE, int NEXT>
     __device__ __forceinline__ void step(uint32_t stage) {
-        reader.template load_next<STEP, TILE>(stage + CODEC::BASE, task.weights);
-        if constexpr (NEXT >= 0) reader.template prepare<STEP, NEXT>(stage + CODEC::BASE, task.weights);
-        reader.template make<STEP, TILE>(a, task.weights);
+#pragma unroll
+        for (int r = 0; r < ROW_BLOCKS; r++) {
+            const uint32_t slab = stage + rows.from[r] + CODEC::BASE;
+            rows.reader[r].template load_next<STEP, TILE>(slab, task.weights);
+            if constexpr (NEXT >= 0) rows.reader[r].template prepare<STEP, NEXT>(slab, task.weights);
+            rows.reader[r].template make<STEP, TILE>(a[r], task.weights);
+        }
         if constexpr ((STEP + 1) % READER::STEPS == 0) {
             if constexpr (READER::STEPS == 4) multiply_step<STEP - 3, TILE>(stage);
             if constexpr (READER::STEPS == 4) multiply_step<STEP - 2, TILE>(stage);
@@ -340,44 +385,48 @@ struct ring_product {
         step<3, TILE, NEXT>(stage);
     }
     __device__ __forceinline__ void stage(uint32_t at) {
-        prepare<0>(at + CODEC::BASE);
-        if constexpr (SHAPE::PAIRS) {
+        prepare<0>(at);
+        if constexpr (SHAPE::TILES == 2) {
             tile<0, 1>(at);
             tile<1, -1>(at);
         } else {
             tile<0, -1>(at);
         }
     }
-    // body(eight, sums) of those that this group stores.
+    // body(row block of a stage, eight, sums) of those that this group stores.
     template <typename BODY>
     __device__ __forceinline__ void own(int group, int tokens, const BODY &body) {
 #pragma unroll
         for (int eight = 0; eight < SHAPE::EIGHTS; eight++)
-            if (group == eight / SHAPE::AT_ONCE % SHAPE::GROUPS && eight * 8 < tokens) body(eight, sums[eight]);
+            if (group == eight / SHAPE::AT_ONCE % SHAPE::GROUPS && eight * 8 < tokens)
+#pragma unroll
+                for (int r = 0; r < ROW_BLOCKS; r++) body(r, eight, sums[r][eight]);
     }
     // All groups' sums, at the group that stores them; those of each in the order of groups. thread: of a group.
     __device__ __forceinline__ void meet(float4 *at, int group, int thread) {
-        constexpr int AT_ONCE = SHAPE::AT_ONCE;
+        constexpr int AT_ONCE = SHAPE::AT_ONCE, COUNT = ROW_BLOCKS * AT_ONCE;
         if constexpr (SHAPE::EIGHTS == 1)
-            for (int i = 0; i < 4; i++) sums[0][i] += odd[i];
+            for (int r = 0; r < ROW_BLOCKS; r++)
+                for (int i = 0; i < 4; i++) sums[r][0][i] += odd[r][i];
 #pragma unroll
         for (int pass = 0; pass < SHAPE::EIGHTS / AT_ONCE; pass++) {
             const int owner = pass % SHAPE::GROUPS;
             if (pass) __syncthreads(); // the sums before are read
             if (group != owner)
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; i++) {
-                    const float *s = sums[pass * AT_ONCE + i];
-                    at[((group - (group > owner)) * AT_ONCE + i) * SHAPE::GROUP_THREADS + thread] =
+                for (int i = 0; i < COUNT; i++) {
+                    const float *s = sums[i / AT_ONCE][pass * AT_ONCE + i % AT_ONCE];
+                    at[((group - (group > owner)) * COUNT + i) * SHAPE::GROUP_THREADS + thread] =
                         make_float4(s[0], s[1], s[2], s[3]);
                 }
             __syncthreads();
             if (group == owner)
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; i++)
+                for (int i = 0; i < COUNT; i++)
 #pragma unroll
                     for (int other = 0; other < SHAPE::GROUPS - 1; other++)
-                        add(sums[pass * AT_ONCE + i], at[(other * AT_ONCE + i) * SHAPE::GROUP_THREADS + thread]);
+                        add(sums[i / AT_ONCE][pass * AT_ONCE + i % AT_ONCE],
+                            at[(other * COUNT + i) * SHAPE::GROUP_THREADS + thread]);
         }
     }
     __device__ __forceinline__ static void add(float (&s)[4], float4 v) {
@@ -397,15 +446,16 @@ struct ring_exchange {
         : task(task), block(block) {
         const int64_t first = (int64_t)token_block * task.shares.blocks;
         flags = task.flags + first;
-        partials = task.partials + first * (SHAPE::EIGHTS * SHAPE::GROUP_THREADS);
+        partials = task.partials + first * (SHAPE::ROW_BLOCKS * SHAPE::EIGHTS * SHAPE::GROUP_THREADS);
     }
-    __device__ __forceinline__ float4 *of(int other, int eight) const {
-        return partials + ((int64_t)other * SHAPE::EIGHTS + eight) * SHAPE::GROUP_THREADS +
+    __device__ __forceinline__ float4 *of(int other, int r, int eight) const {
+        return partials + (((int64_t)other * SHAPE::ROW_BLOCKS + r) * SHAPE::EIGHTS + eight) * SHAPE::GROUP_THREADS +
                threadIdx.x % SHAPE::GROUP_THREADS;
     }
     __device__ __forceinline__ void give(ring_product<CODEC, SHAPE> &product, int group, int tokens) const {
-        product.own(group, tokens,
-                    [&](int eight, const float *s) { *of(block, eight) = make_float4(s[0], s[1], s[2], s[3]); });
+        product.own(group, tokens, [&](int r, int eight, const float *s) {
+            *of(block, r, eight) = make_float4(s[0], s[1], s[2], s[3]);
+        });
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) store_release(flags + block, task.epoch);
@@ -423,7 +473,7 @@ struct ring_exchange {
             while (load_acquire(flags + other) != task.epoch) {
             }
 #endif
-            product.own(group, tokens, [&](int eight, float (&s)[4]) { product.add(s, *of(other, eight)); });
+            product.own(group, tokens, [&](int r, int eight, float (&s)[4]) { product.add(s, *of(other, r, eight)); });
         }
     }
     // A graph launches this again, with the same epoch. By one thread, when all have taken.
@@ -489,7 +539,7 @@ __device__ __forceinline__ void ring_stages_by_halves(ring_fetch<CODEC, SHAPE> &
         if (goes_on) fetch.slab();
         commit_copies();
         fetch.advance();
-        product.template prepare<0>(here + CODEC::BASE);
+        product.template prepare<0>(here);
         product.template step<0, 0, -1>(here);
         product.template step<1, 0, -1>(here);
         wait_copies<1>(); // the second half is there, and of the group the first one free
@@ -510,7 +560,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
     extern __shared__ __align__(1024) uint8_t shared[];
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
     const int group = warp / MACKO_SLAB_SLICES, slice = warp % MACKO_SLAB_SLICES, ring_index = warp / SHAPE::RING_WARPS,
-              tile = SHAPE::PAIRS ? group % 2 * 2 : group, thread = threadIdx.x % SHAPE::GROUP_THREADS;
+              tile = group * SHAPE::TILES % MACKO_SLAB_TILES, thread = threadIdx.x % SHAPE::GROUP_THREADS;
     // The token blocks of the same slabs side by side: the first brings them to L2.
     const int token_block = blockIdx.x % task.token_blocks, block = blockIdx.x / task.token_blocks;
     const int begin = (int)macko_ring_share_at(&task.shares, block),
@@ -534,7 +584,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
     for (int stage = 1; !SHAPE::X_IN_HALVES && stage + 1 < task.stages; stage++) fetch.stage();
     pdl_launch_dependents();
 
-    ring_product<CODEC, SHAPE> product(task, tile, slice, lane, halves);
+    ring_product<CODEC, SHAPE> product(task, tile, slice, lane, halves, fetch.slab_at);
     const auto exchange = [&] { return ring_exchange<CODEC, SHAPE>(task, block, token_block); }; // not held: registers
     ring_walk here(begin, end, task.shares.slabs);
     uint32_t stage = fetch.ring;
@@ -556,14 +606,15 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
         take(); // a ring that has none
 #ifdef MACKO_EVERY_LANE_ARRIVES
         // racecheck goes by how many barriers a warp has passed, of whichever number. This one orders nothing between rings.
-        if (SHAPE::PAIRS && left < count - left) named_barrier_sync(1 + ring_index, SHAPE::RING_THREADS);
+        if (SHAPE::RINGS > 1 && left < count - left) named_barrier_sync(1 + ring_index, SHAPE::RING_THREADS);
 #endif
         product.meet(meeting, group, thread);
         if (gives) {
             exchange().give(product, group, tokens);
         } else {
-            product.own(group, tokens, [&](int eight, const float (&s)[4]) {
-                ring_store(task, here.row_block, token_block * MACKO_RING_MOST_TOKENS + eight * 8, thread, s);
+            product.own(group, tokens, [&](int r, int eight, const float (&s)[4]) {
+                ring_store(task, here.row_block * SHAPE::ROW_BLOCKS + r,
+                           token_block * MACKO_RING_MOST_TOKENS + eight * 8, thread, s);
             });
             if (takes && threadIdx.x == 0) exchange().clear_taken(row_begin);
         }

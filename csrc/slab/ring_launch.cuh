@@ -22,14 +22,22 @@ cudaError_t launch_ring(ring_task<CODEC> &task, const macko_ring_shape &shape, c
     return cudaLaunchKernelEx(&config, slab_ring_kernel<CODEC, SHAPE>, task);
 }
 
+template <macko_ring_kind KIND>
+using ring_constant = std::integral_constant<macko_ring_kind, KIND>;
+
 template <class CODEC, int TOKENS>
 cudaError_t launch_ring_of(ring_task<CODEC> &task, const macko_ring_shape &shape, const device_info &device,
                            cudaStream_t stream) {
+    const auto launch = [&](auto kind) {
+        return launch_ring<CODEC, ring_shape<TOKENS, decltype(kind)::value>>(task, shape, device, stream);
+    };
+    if constexpr (CODEC::HALVES_TO > 0 && TOKENS == MACKO_RING_MOST_TOKENS)
+        if (shape.kind == MACKO_RING_TWO_ROWS) return launch(ring_constant<MACKO_RING_TWO_ROWS>());
     if constexpr (CODEC::HALVES_TO > 0)
-        if (shape.pairs) return launch_ring<CODEC, ring_shape<TOKENS, true, false>>(task, shape, device, stream);
+        if (shape.kind == MACKO_RING_PAIRS) return launch(ring_constant<MACKO_RING_PAIRS>());
     if constexpr (TOKENS > 8)
-        if (shape.x_in_halves) return launch_ring<CODEC, ring_shape<TOKENS, false, true>>(task, shape, device, stream);
-    return launch_ring<CODEC, ring_shape<TOKENS, false, false>>(task, shape, device, stream);
+        if (shape.kind == MACKO_RING_HALVES) return launch(ring_constant<MACKO_RING_HALVES>());
+    return launch(ring_constant<MACKO_RING_WIDE>());
 }
 
 template <class CODEC>
@@ -50,11 +58,11 @@ cudaError_t multiply_ring(const slab_weight<CODEC> &w, const slab_product &p, vo
     task.bias = p.bias;
     task.y = p.y;
     task.rows = w.rows;
-    task.token_blocks = (int)ceil_div(p.tokens, MACKO_RING_MOST_TOKENS);
-    task.shares = macko_ring_shares_of(&problem, &shape, task.token_blocks);
+    task.token_blocks = (int)macko_ring_token_blocks(p.tokens);
+    task.shares = macko_ring_shares_of(&problem, &shape);
     const int64_t blocks = (int64_t)task.shares.blocks * task.token_blocks;
     task.partials = (float4 *)workspace;
-    task.flags = (uint64_t *)((uint8_t *)workspace + blocks * shape.tokens * MACKO_SLAB_ROWS * 4);
+    task.flags = (uint64_t *)((uint8_t *)workspace + blocks * macko_ring_sums_bytes(&shape));
     task.epoch = ++ring_launches * 0x9e3779b97f4a7c15ull; // what a workspace that nobody has cleared will not hold
     task.tokens = (int)p.tokens;
     task.cols = (int)w.cols;
@@ -62,8 +70,10 @@ cudaError_t multiply_ring(const slab_weight<CODEC> &w, const slab_product &p, vo
     task.stages = shape.stages;
     task.stage_bytes = shape.stage_bytes;
     task.x_at = shape.x_at;
+    task.slab_bytes = shape.x_at / macko_ring_row_blocks(shape.kind);
+    task.last_row_block = (int)row_blocks - 1;
     task.units = (int)w.units;
-    task.mean = (float)w.units / task.shares.all_slabs;
+    task.mean = (float)w.units / (row_blocks * slabs);
     task.weights = w.constants;
     switch (shape.tokens) {
     case 8: return launch_ring_of<CODEC, 8>(task, shape, device, p.stream);

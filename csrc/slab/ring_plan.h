@@ -25,16 +25,24 @@ typedef struct macko_ring_problem {
     bool prefers_pairs; /* of the codec, where either fits */
 } macko_ring_problem;
 
+/* In the order in which they are tried. */
+typedef enum macko_ring_kind {
+    MACKO_RING_PAIRS,    /* two rings, of eight warps that take two tiles each */
+    MACKO_RING_TWO_ROWS, /* eight warps that take two tiles each of two row blocks, which share a stage's tokens */
+    MACKO_RING_WIDE,     /* one ring of sixteen warps that take a tile each */
+    MACKO_RING_HALVES, /* the same, but a stage has no tokens: groups of four warps fetch them, 32 columns of their tile
+                            at a time */
+} macko_ring_kind;
+
 /* What a block does, and where its shared memory goes: rings, halves of x, sums. */
 typedef struct macko_ring_shape {
-    int tokens;       /* of a block, filled up: 8, 16, 32 or 64 */
-    bool pairs;       /* two rings, of eight warps that take two tiles each; else one of sixteen that take one */
-    bool x_in_halves; /* a stage has no tokens: groups of four warps fetch them, 32 columns of their tile at a time */
-    int stages;       /* of a ring */
+    macko_ring_kind kind;
+    int tokens; /* of a block, filled up: 8, 16, 32 or 64 */
+    int stages; /* of a ring */
     int x_at, stage_bytes, shared_bytes;
 } macko_ring_shape;
 
-/* Which slabs a block has, of those of all row blocks in their order. */
+/* Which slabs a block has, of those of all row blocks, or twos of them, in their order. */
 typedef struct macko_ring_shares {
     int slabs; /* of a row block */
     int blocks;
@@ -63,20 +71,47 @@ MACKO_SLAB_FN int macko_ring_tokens(int64_t tokens) {
     return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : MACKO_RING_MOST_TOKENS;
 }
 
+MACKO_SLAB_FN int64_t macko_ring_token_blocks(int64_t tokens) {
+    return (tokens + MACKO_RING_MOST_TOKENS - 1) / MACKO_RING_MOST_TOKENS;
+}
+
+/* Of a stage. */
+MACKO_SLAB_FN int macko_ring_row_blocks(macko_ring_kind kind) {
+    return kind == MACKO_RING_TWO_ROWS ? 2 : 1;
+}
+
+/* How many blocks there may be of each block of tokens. */
+MACKO_SLAB_FN int64_t macko_ring_most_blocks(const macko_ring_problem *p) {
+    const int64_t blocks = p->sms / macko_ring_token_blocks(p->tokens);
+    return blocks ? blocks : 1;
+}
+
 /* Fits a shape into shared memory; false where it does not. */
 MACKO_SLAB_FN bool macko_ring_fits(const macko_ring_problem *p, macko_ring_shape *shape) {
-    const int rings = shape->pairs ? 2 : 1, groups = 4;
+    const bool x_in_halves = shape->kind == MACKO_RING_HALVES;
+    const int rings = shape->kind == MACKO_RING_PAIRS ? 2 : 1, row_blocks = macko_ring_row_blocks(shape->kind),
+              groups = 4 / row_blocks;
     const int at_once = shape->tokens < 16 ? 1 : 2; /* eights of tokens whose sums meet at once */
     const int x_bytes = shape->tokens * MACKO_SLAB_COLS * 2;
-    shape->x_at = (p->widest ? p->widest : 1) * MACKO_SLAB_UNIT; /* of a matrix without slabs, which has no stages */
-    shape->stage_bytes = shape->x_at + (shape->x_in_halves ? 0 : x_bytes);
-    /* Reads go on for MACKO_SLAB_OVERREAD bytes after a slab: into its tokens, or into the halves. */
-    const int besides = (groups - 1) * at_once * MACKO_RING_SUMS_BYTES + (shape->x_in_halves ? x_bytes : 0);
+    /* One unit of a matrix without slabs, which has no stages. */
+    shape->x_at = row_blocks * (p->widest ? p->widest : 1) * MACKO_SLAB_UNIT;
+    shape->stage_bytes = shape->x_at + (x_in_halves ? 0 : x_bytes);
+    /* Reads go on for MACKO_SLAB_OVERREAD bytes after a slab: into the next one, its tokens, or the halves. */
+    const int besides = (groups - 1) * row_blocks * at_once * MACKO_RING_SUMS_BYTES + (x_in_halves ? x_bytes : 0);
     const int64_t fit = (p->shared_bytes - besides) / shape->stage_bytes / rings;
     shape->stages = fit < MACKO_RING_MOST_STAGES ? (int)fit : (int)MACKO_RING_MOST_STAGES;
-    if (shape->pairs || shape->x_in_halves) shape->stages = shape->stages < 2 ? 0 : 2;
+    if (rings > 1 || x_in_halves) shape->stages = shape->stages < 2 ? 0 : 2;
     shape->shared_bytes = rings * shape->stages * shape->stage_bytes + besides;
     return shape->stages >= 2;
+}
+
+/*
+ * Whether two row blocks share their tokens, where pairs do not fit: 28672 x 8192 of tile by 64 tokens took 141 us for 174
+ * (H100). With few stages a block, waiting for the others' sums takes more than it brings: 4096 x 4096, 21 us for 17.
+ */
+MACKO_SLAB_FN bool macko_ring_two_rows_pay(const macko_ring_problem *p) {
+    const int64_t stages = (p->row_blocks + 1) / 2 * p->slabs;
+    return p->tokens > 32 && stages >= 8 * macko_ring_most_blocks(p);
 }
 
 /*
@@ -85,41 +120,48 @@ MACKO_SLAB_FN bool macko_ring_fits(const macko_ring_problem *p, macko_ring_shape
  * of 64 tokens share the SMs, and bits depend on how many blocks there are.
  */
 MACKO_SLAB_FN bool macko_ring_shape_of(const macko_ring_problem *p, macko_ring_shape *shape) {
-    for (int kind = p->prefers_pairs ? 0 : 1; kind < 3; kind++) {
-        const macko_ring_shape tried = {
-            .tokens = macko_ring_tokens(p->tokens), .pairs = kind == 0, .x_in_halves = kind == 2};
-        *shape = tried;
-        if (kind == 2 && tried.tokens < 16) return false; /* not compiled: more tokens fit where these do not */
+    const macko_ring_shape tried = {.tokens = macko_ring_tokens(p->tokens)};
+    *shape = tried;
+    for (int kind = p->prefers_pairs ? MACKO_RING_PAIRS : MACKO_RING_WIDE; kind <= MACKO_RING_HALVES; kind++) {
+        shape->kind = (macko_ring_kind)kind;
+        if (kind == MACKO_RING_TWO_ROWS && !macko_ring_two_rows_pay(p)) continue;
+        if (kind == MACKO_RING_HALVES && shape->tokens < 16)
+            break; /* not compiled: more tokens fit where these do not */
         if (macko_ring_fits(p, shape)) return true;
     }
     return false;
 }
 
-/* The shares of each block of tokens, of which there are `token_blocks`. */
-MACKO_SLAB_FN macko_ring_shares macko_ring_shares_of(const macko_ring_problem *p, const macko_ring_shape *shape,
-                                                     int64_t token_blocks) {
-    const int64_t all = p->row_blocks * p->slabs;
-    int64_t blocks = p->sms / token_blocks, ways;
-    if (blocks < 1) blocks = 1;
+/* The shares of each block of tokens. */
+MACKO_SLAB_FN macko_ring_shares macko_ring_shares_of(const macko_ring_problem *p, const macko_ring_shape *shape) {
+    const int together = macko_ring_row_blocks(shape->kind);
+    const int64_t row_blocks = (p->row_blocks + together - 1) / together, all = row_blocks * p->slabs;
+    int64_t blocks = macko_ring_most_blocks(p), ways;
     /* As many blocks a row block as there are, where that leaves few SMs idle; the last has some slabs more, so that it
      * finds the sums of the others there (4096 x 4096, 8 tokens: 14.7 us evenly, 13.0 with two ways; H100). */
-    ways = blocks / p->row_blocks;
+    ways = blocks / row_blocks;
     if (ways > p->slabs) ways = p->slabs;
-    if (ways * p->row_blocks * 5 < blocks * 4) ways = 0;
-    const int extra = shape->pairs ? 4 : 2;
+    if (ways * row_blocks * 5 < blocks * 4) ways = 0;
+    const int extra = shape->kind == MACKO_RING_PAIRS ? 4 : 2;
     int64_t give = ways > 1 ? (p->slabs - extra) / ways : p->slabs;
     if (give < 1) give = 1;
-    if (ways) blocks = ways * p->row_blocks;
+    if (ways) blocks = ways * row_blocks;
     if (blocks > all) blocks = all;
     const macko_ring_shares shares = {(int)p->slabs, (int)blocks, (int)ways, (int)give, all};
     return shares;
 }
 
-/* Device memory, with any content: of each block the sums of a row block, and a flag. */
+/* Of the row blocks of a stage. */
+MACKO_SLAB_FN int macko_ring_sums_bytes(const macko_ring_shape *shape) {
+    return macko_ring_row_blocks(shape->kind) * shape->tokens * MACKO_SLAB_ROWS * 4;
+}
+
+/* Device memory for any shape, with any content: of each block sums, and a flag. */
 MACKO_SLAB_FN int64_t macko_ring_workspace_bytes(int64_t tokens, int sms) {
-    const int64_t token_blocks = (tokens + MACKO_RING_MOST_TOKENS - 1) / MACKO_RING_MOST_TOKENS;
-    const int64_t blocks = sms > token_blocks ? sms : token_blocks;
-    return blocks * (macko_ring_tokens(tokens) * MACKO_SLAB_ROWS * 4 + 8);
+    const int64_t token_blocks = macko_ring_token_blocks(tokens), blocks = sms > token_blocks ? sms : token_blocks;
+    const macko_ring_shape largest = {.kind = tokens > 32 ? MACKO_RING_TWO_ROWS : MACKO_RING_WIDE,
+                                      .tokens = macko_ring_tokens(tokens)};
+    return blocks * (macko_ring_sums_bytes(&largest) + 8);
 }
 
 #endif

@@ -9,7 +9,7 @@
 namespace macko {
 namespace {
 
-using unpack_shape = ring_shape<8, false, false>; // one ring of 16 warps; nothing is multiplied
+using unpack_shape = ring_shape<8, MACKO_RING_WIDE>; // one ring of 16 warps; nothing is multiplied
 
 // Where dense rows [first, stop) of `cols` columns go.
 struct unpacked_rows {

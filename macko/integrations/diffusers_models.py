@@ -87,8 +87,8 @@ def _with_packed(save: Any) -> Any:
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         given, config = signature.bind(self, *args, **kwargs).arguments, self._internal_dict
         quantizer = vars(self).get("hf_quantizer")
-        own = quantizer is not None and quant_method(quantizer.quantization_config) == "macko"
-        if quantizer is not None and not own:
+        by_macko = quantizer is not None and quant_method(quantizer.quantization_config) == "macko"
+        if quantizer is not None and not by_macko:
             return save(self, *args, **kwargs)
         noted = ("quantization_config", "_pre_quantization_dtype")
         about = {key: value for key, value in config.items() if key not in noted}
@@ -101,7 +101,7 @@ def _with_packed(save: Any) -> Any:
                 quantization = MackoConfig(version=version_of(layers), layers=layers)
                 about["quantization_config"] = quantization.to_dict()
                 self.state_dict = lambda *args, **kwargs: state
-        if own:
+        if by_macko:
             del self.hf_quantizer
         self._internal_dict = type(config)(about)
         try:
@@ -110,7 +110,7 @@ def _with_packed(save: Any) -> Any:
         finally:
             vars(self).pop("state_dict", None)
             self._internal_dict = config
-            if own:
+            if by_macko:
                 self.hf_quantizer = quantizer
 
     return save_pretrained
@@ -192,6 +192,6 @@ def register() -> None:
     wrap(base, "save_pretrained", _with_packed)
     wrap(base, "from_pretrained", _placed)
     wrap(base, "dequantize", _whoever_packed_it)
-    for known in base.__subclasses__():
-        _guard(known)
+    for subclass in base.__subclasses__():
+        _guard(subclass)
     base.__init_subclass__ = classmethod(guard_new)

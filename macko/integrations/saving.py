@@ -63,10 +63,10 @@ def _as_packed(save: Any) -> Any:
 @contextlib.contextmanager
 def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dict[str, Tensor] | None, dict[str, Any]]]:
     """The state to save and, of each packed layer, its format and sizes, which the model's config says meanwhile."""
-    held = vars(model).get("hf_quantizer")
+    quantizer = vars(model).get("hf_quantizer")
     before = [(c, vars(c)["quantization_config"]) for c in _configs(model.config) if "quantization_config" in vars(c)]
-    own: Any = getattr(held, "quantization_config", None)
-    methods = {quant_method(own), *(quant_method(about) for _, about in before)}
+    about: Any = getattr(quantizer, "quantization_config", None)
+    methods = {quant_method(about), *(quant_method(said) for _, said in before)}
     layers: dict[str, Any] = {}
     if any(isinstance(module, (SparseExperts, SparseLinear)) for module in model.modules()):
         if others := sorted(methods - {"macko", ""}):
@@ -81,14 +81,13 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
     elif "macko" not in methods:
         yield state, layers
         return
-    about = own
-    if quant_method(own) != "macko":  # then it says so for as long as the model is saved
+    if quant_method(about) != "macko":  # then it says so for as long as the model is saved
         noted = getattr(model.config, "quantization_config", None)
         about = copy.copy(noted) if isinstance(noted, MackoConfig) else MackoConfig()
     if Options(about.format).any_zeros:
         about = copy.copy(about)  # what the files hold packed is not to be held so
         about.format = "auto"
-    known = about.layers, about.version
+    before_saving = about.layers, about.version
     try:
         for config, _ in before:  # what the config of a part says, that of the whole model has to say
             del config.quantization_config
@@ -98,12 +97,12 @@ def _as_it_is(model: Any, state: dict[str, Tensor] | None) -> Iterator[tuple[dic
         model.hf_quantizer = None  # it would put the model's own state in the place of the one that is given
         yield state, layers
     except BaseException:
-        about.layers, about.version = known
+        about.layers, about.version = before_saving
         raise
     finally:
         del model.hf_quantizer
-        if held is not None:
-            model.hf_quantizer = held
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
         vars(model.config).pop("quantization_config", None)
         for config, kept in before:
             config.quantization_config = kept
@@ -199,13 +198,13 @@ def _write_card(model: nn.Module, folder: Path, layers: dict[str, Any]) -> None:
     numels = [module.out_features * module.in_features for module in modules]
     counts = [densities[id(vars(m).get("_whole", m))] * numel for m, numel in zip(modules, numels, strict=True)]
     density = sum(counts) / max(1, sum(numels))
-    known = type(model).__module__.startswith("transformers.")
+    theirs = type(model).__module__.startswith("transformers.")
     about = ModelCardData(library_name="transformers", tags=["macko", "sparse", "pruned"])
     text = f"---\n{about.to_yaml()}\n---\n" + _CARD.format(
         name=folder.resolve().name, count=len(layers), weights=sum(numels), density=density, sparsity=1 - density,
         formats=", ".join(sorted({layer["format"] for layer in layers.values()})), version=__version__,
         size=format_bytes(sum(file.stat().st_size for file in folder.glob("*.safetensors"))),
-        kind=type(model).__name__ if known else "AutoModel", options="" if known else ", trust_remote_code=True",
+        kind=type(model).__name__ if theirs else "AutoModel", options="" if theirs else ", trust_remote_code=True",
     )  # fmt: skip
     sign = f"\n<!-- macko wrote this card and keeps what has been edited: {_digest(text)} -->\n"
     card.write_text(text + sign, encoding="utf-8")
@@ -232,10 +231,10 @@ def _but_packed(revert: Any) -> Any:
         Where transformers would join packed layers (as q, k and v of a fused matrix), the state keeps the model's own
         names, which from_pretrained finds too; but for what it would convert again, which has to be as files have it.
         """
-        if (own := _own_names(model, state_dict)) is None:
+        if (names := _own_names(model, state_dict)) is None:
             return revert(model, state_dict)
-        kept = {key: tensor for key, tensor in state_dict.items() if key in own}
-        rest = {key: tensor for key, tensor in state_dict.items() if key not in own}
+        kept = {key: tensor for key, tensor in state_dict.items() if key in names}
+        rest = {key: tensor for key, tensor in state_dict.items() if key not in names}
         return kept | revert(model, rest) if rest else kept
 
     return revert_weight_conversion
@@ -267,18 +266,18 @@ def _own_names(model: Any, state: dict[str, Tensor]) -> set[str] | None:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         return name not in state or (name == key and pattern is None)  # what it knows no name of it takes by its own
 
-    own = set(filter(is_found, state))
+    names = set(filter(is_found, state))
     for group in groups.values():
-        if not own.issuperset(group):
-            own.difference_update(group)
+        if not names.issuperset(group):
+            names.difference_update(group)
     for key in state:
         layer, _, tensor = key.rpartition(".")
-        if key not in own and layer in packed and tensor != "bias":
+        if key not in names and layer in packed and tensor != "bias":
             raise ValueError(
                 f"save_pretrained: transformers would not find the packed {layer} again, since it converts what has "
                 "such a name while it loads: leave the layer dense (ignore), or use macko.save_model"
             )
-    return own
+    return names
 
 
 # ---- from_pretrained -------------------------------------------------------------------------------------------------

@@ -186,8 +186,8 @@ class MackoHfQuantizer(HfQuantizer):
 
     def _packed_by_expert(self, model: Any) -> set[str]:
         """Names of modules of experts that the files have packed, one by one."""
-        own, prefix = renamer(model), f"{model.base_model_prefix}."
-        stems = {own(saved).rpartition(".")[0].rpartition(".")[0] for saved in self.quantization_config.layers}
+        renamed, prefix = renamer(model), f"{model.base_model_prefix}."
+        stems = {renamed(saved).rpartition(".")[0].rpartition(".")[0] for saved in self.quantization_config.layers}
         stems |= {f"{prefix}{stem}" for stem in stems} | {stem.removeprefix(prefix) for stem in stems}
         return {name for name, module in model.named_modules() if name in stems and is_experts(module)}
 
@@ -219,10 +219,10 @@ class MackoHfQuantizer(HfQuantizer):
             raise ValueError(f"state_dict: {casts}")
         shapes = tensor_shapes(checkpoint_files)
         tripwires: set[str] = set()
-        prefix, own = f"{model.base_model_prefix}.", renamer(model)
+        prefix, renamed = f"{model.base_model_prefix}.", renamer(model)
         for saved, about in self.quantization_config.layers.items():
             # A model with a head reads the checkpoint of one without, and the other way round.
-            names = (saved, f"{prefix}{saved}", saved.removeprefix(prefix), own(saved))
+            names = (saved, f"{prefix}{saved}", saved.removeprefix(prefix), renamed(saved))
             name = next((n for n in names if _submodule(model, n) is not None), None)
             shape, _ = shapes.get(join(saved, "weight"), ((0,), None))
             if 0 not in shape:
@@ -717,9 +717,9 @@ def _expected_share(files: list[str], layers: Iterable[str]) -> float:
 
 def _ignore_unexpected(model: Any, patterns: list[str]) -> None:
     """Adds to the patterns of keys that files may have and the model has not: a list or None, later a set."""
-    known = model._keys_to_ignore_on_load_unexpected
-    known = [] if known is None else known
-    model._keys_to_ignore_on_load_unexpected = type(known)([*known, *patterns])
+    ignored = model._keys_to_ignore_on_load_unexpected
+    ignored = [] if ignored is None else ignored
+    model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, *patterns])
 
 
 def _casts_integers() -> str:

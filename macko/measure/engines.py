@@ -226,7 +226,7 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     llm = LLM(folder, **engine)
     started = time.perf_counter() - start
     ranks = llm.apply_model(bytes_and_seconds)
-    held, loading = max(size for size, _ in ranks), max((each for _, each in ranks if each), default=None)
+    nbytes, loading = max(size for size, _ in ranks), max((each for _, each in ranks if each), default=None)
     if makes and loading is None:  # vLLM says what its ranks are, on a CPU for one
         raise RuntimeError("vLLM's ranks are no forks, so their random weights have no zeros: give a folder")
     weights = "" if loading is None else f"the weights took {loading:.1f} s, "
@@ -246,10 +246,10 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
         more, less = (lambda count=count: generate(llm, batch, prompt, count) for count in (1 + new, 1))  # noqa: B023
         seconds = runs.difference(more, less, on_gpu)
         per_token = None if seconds is None else seconds / new
-        send(runs.result(side, "decode", batch, prompt, batch, per_token, held))
+        send(runs.result(side, "decode", batch, prompt, batch, per_token, nbytes))
     for prompt in options.prompt_tokens:
         seconds = min(runs.seconds(lambda prompt=prompt: generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
-        send(runs.result(side, "prefill", 1, prompt, prompt, seconds, held))
+        send(runs.result(side, "prefill", 1, prompt, prompt, seconds, nbytes))
     pipe.send((None, {**dataclasses.asdict(side), **_tokens(llm, options), **about}))
 
 

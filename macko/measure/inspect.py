@@ -230,9 +230,9 @@ class Experts:
         if seen.counts is not None:
             self.dtype = seen.weight.dtype
             self.counts = seen.counts if self.counts is None else self.counts + seen.counts
-            own, _ = lacking(seen.counts, self.dtype, signed=False)
-            self.listed_each += own
-            self.worst = max(self.worst, (own / max(1, seen.elements), name))
+            listed, _ = lacking(seen.counts, self.dtype, signed=False)
+            self.listed_each += listed
+            self.worst = max(self.worst, (listed / max(1, seen.elements), name))
 
     @property
     def shape(self) -> str:

@@ -150,11 +150,11 @@ def about_run(options: argparse.Namespace, *names: str) -> Line:
 
 
 def result(
-    side: Side, what: str, batch: int, prompt_tokens: int, tokens: int, seconds: float | None, held: int | None
+    side: Side, what: str, batch: int, prompt_tokens: int, tokens: int, seconds: float | None, nbytes: int | None
 ) -> Result:
     """Of so many tokens in these seconds, None where noise hides them."""
     ms, speed = (None, None) if seconds is None else (seconds * 1e3, tokens / seconds)
-    return Result(side.model, side.sparsity, side.tokens, what, batch, prompt_tokens, ms, speed, held)
+    return Result(side.model, side.sparsity, side.tokens, what, batch, prompt_tokens, ms, speed, nbytes)
 
 
 def show(results: Iterable[Result], memory: str = "peak") -> None:

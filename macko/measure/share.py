@@ -67,13 +67,13 @@ def measure(
             line["us"][name] = round(statistics.median(time_replays(*capture(some), replays=7)), 3)
 
     with torch.no_grad():
-        add("dense", [partial(lambda w, x: nn.functional.linear(x, w), held) for (held,) in copies([w])])
+        add("dense", [partial(lambda w, x: nn.functional.linear(x, w), copy) for (copy,) in copies([w])])
         for kind in (FORMATS[name] for name in TIMED):
             if not kind.runs(device, dtype, cols):
                 continue
             packed = kind.from_dense(w)
-            held = [dict(zip(packed.tensors(), of, strict=True)) for of in copies(list(packed.tensors().values()))]
-            add(packed.format, [type(packed)(**tensors, **packed.sizes()).linear for tensors in held])
+            each = [dict(zip(packed.tensors(), of, strict=True)) for of in copies(list(packed.tensors().values()))]
+            add(packed.format, [type(packed)(**tensors, **packed.sizes()).linear for tensors in each])
     return lines
 
 

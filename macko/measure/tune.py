@@ -136,10 +136,10 @@ def measure(w: Tensor, tokens: int = 1) -> dict[str, float]:
 
 def _products(w: Tensor, x: Tensor) -> Iterator[tuple[str, list[partial[Tensor]]]]:
     """By name, x W^T from copies of w in every format, one after the other: they may not all fit on a GPU."""
-    dense = [held for (held,) in copies([w])]
-    yield "dense", [partial(nn.functional.linear, x, held) for held in dense]
+    dense = [copy for (copy,) in copies([w])]
+    yield "dense", [partial(nn.functional.linear, x, copy) for copy in dense]
     if len(x) == 1:
-        yield "mv", [partial(torch.mv, held, x[0]) for held in dense]
+        yield "mv", [partial(torch.mv, copy, x[0]) for copy in dense]
     del dense
     macko = MackoWeight.from_dense(w)
     timed = [FORMATS[name] for name in TIMED if name in FORMATS]
@@ -153,8 +153,8 @@ def _products(w: Tensor, x: Tensor) -> Iterator[tuple[str, list[partial[Tensor]]
             raise
         except (RuntimeError, ValueError):
             continue  # the format does not hold this one, or has no kernel for this GPU
-        held = (dict(zip(packed.tensors(), of, strict=True)) for of in copies(list(packed.tensors().values())))
-        yield kind.format, [partial(type(packed)(**tensors, **packed.sizes()).linear, x) for tensors in held]
+        each = (dict(zip(packed.tensors(), of, strict=True)) for of in copies(list(packed.tensors().values())))
+        yield kind.format, [partial(type(packed)(**tensors, **packed.sizes()).linear, x) for tensors in each]
 
 
 def measure_slide(
@@ -177,16 +177,16 @@ def measure_slide(
             dtype = SLIDE_DTYPES[name]
             w = torch.randn(rows, cols, device="cuda").bfloat16()
             num_copies = max(2, cold_bytes // (rows * cols) + 1)
-            held: dict[int, list[tuple[Tensor, Tensor]]] = {}
+            weights: dict[int, list[tuple[Tensor, Tensor]]] = {}
             for n in (0, *(SLIDE_PATTERNS[pattern] for pattern in patterns)):
                 packed, scale, _ = ops.slide_pack(w, n, dtype, prune=True)
-                held[n] = [(packed.clone(), scale) for _ in range(num_copies)]
-            gains: dict[int, dict[str, float]] = {n: {} for n in held if n}
+                weights[n] = [(packed.clone(), scale) for _ in range(num_copies)]
+            gains: dict[int, dict[str, float]] = {n: {} for n in weights if n}
             for m in tokens:
                 x = torch.randn(m, cols, device="cuda").bfloat16()
-                us = dict.fromkeys(held, math.inf)
-                for n in (*held, *reversed(held)):
-                    calls = [partial(ops.slide_linear, x, p, s, cols, n, dtype) for p, s in held[n]]
+                us = dict.fromkeys(weights, math.inf)
+                for n in (*weights, *reversed(weights)):
+                    calls = [partial(ops.slide_linear, x, p, s, cols, n, dtype) for p, s in weights[n]]
                     launches = 32 if m <= 512 else 4
                     us[n] = min(us[n], *time_replays(*capture(calls[:launches], launches), replays=5, warmup=1))
                 for n in gains:

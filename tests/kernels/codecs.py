@@ -4,8 +4,6 @@ A source is what a codec packs: a dense weight, or codes with a scale a row. Who
 end the formats of rows, of which test_products.py asks what it asks of codecs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator

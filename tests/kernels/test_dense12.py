@@ -1,7 +1,5 @@
 """What dense12 alone has: a table for any range of exponents, and packing from a dense weight as it lies."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -70,4 +68,5 @@ def test_a_list_that_ends_behind_its_slab_is_read_to_the_slabs_end() -> None:
     behind = torch.arange(1 << 16, dtype=torch.int32) | 3 << 16  # other elements
     data = torch.cat((slab, behind)).view(packed.data.dtype)[: packed.data.numel()]
     w = replace(packed, data=data.view(packed.data.shape)).to_dense()
-    assert w.unique().tolist() == [0, 1] and int((w == 0).sum()) == 16
+    assert w.unique().tolist() == [0, 1]
+    assert int((w == 0).sum()) == 16

@@ -3,8 +3,6 @@
 Descriptors are in codecs.py: of the slab codecs, and of the formats of rows. What one format alone has is in its file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -174,13 +172,26 @@ def test_compiles_once_for_every_number_of_tokens(codec: Codec, device: str) -> 
 
 
 @on_a_gpu
-def test_side_stream(codec: Codec, device: str) -> None:
-    source, x = codec.for_products(256, 1024), codec.x(4, 1024)
-    stream = torch.cuda.Stream()
+def test_runs_on_the_current_stream(codec: Codec, device: str) -> None:
+    source, x, late = codec.for_products(256, 1024), codec.x(4, 1024), torch.zeros(4, 1024, dtype=codec.dtype).cuda()
+    on_gpu, stream = x.cuda(), torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        y = codec.packed(source).linear(x.cuda())
+        made = codec.packed(source)
+        torch.cuda._sleep(20_000_000)  # some 10 ms: work on another stream would see the zeros
+        late.copy_(on_gpu)
+        y = made.linear(late)
     stream.synchronize()
     codec.assert_close(y, source, x)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_same_bits_at_every_run(codec: Codec, device: str, tokens: int) -> None:
+    made, x = codec.packed(codec.for_products(3000, 2000)), codec.x(tokens, 2000).cuda()
+    first = made.linear(x)
+    for _ in range(20):
+        assert_same_bits(made.linear(x), first)
 
 
 @each_format

@@ -1,18 +1,12 @@
 """The plan of the kernel for GPUs without wgmma (csrc/slab/ring_plan.h), on the host: every device's shared memory."""
 
-from __future__ import annotations
-
 import ctypes
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import macko
+from tests.common import compiled
 from verify import ring_code
-
-ROOT = Path(macko.__file__).parent.parent
 
 #: 0, or the number of the rule that a plan breaks.
 CHECKS = r"""
@@ -24,8 +18,8 @@ CHECKS = r"""
 #define EXPECT(rule, condition) do { if (!(condition)) return rule; } while (0)
 
 /* Walks each block as the kernel does; what one takes another one before it must have given. */
-static int check_shares(const macko_ring_problem *p, const macko_ring_shares *s) {
-    const int64_t all = p->row_blocks * p->slabs;
+static int check_shares(const macko_ring_problem *p, const macko_ring_shares *s, int together) {
+    const int64_t all = (p->row_blocks + together - 1) / together * p->slabs;
     char *covered = calloc((size_t)all, 1);
     int64_t *given = calloc((size_t)s->blocks, sizeof *given);
     int rule = 0;
@@ -55,18 +49,20 @@ int check(int64_t row_blocks, int64_t slabs, int64_t tokens, int widest, int sms
     *stages = 0;
     if (!macko_ring_shape_of(&p, &shape)) return 0;
     *stages = shape.stages;
-    *kind = shape.pairs ? 0 : shape.x_in_halves ? 2 : 1;
+    *kind = shape.kind;
     EXPECT(10, shape.shared_bytes <= shared_bytes && shape.stages >= 2);
     EXPECT(11, shape.tokens >= (tokens < 64 ? tokens : 64));
     /* Behind the last stage so much may be read. */
-    const int rings = shape.pairs ? 2 : 1;
+    const int rings = shape.kind == MACKO_RING_PAIRS ? 2 : 1, together = macko_ring_row_blocks(shape.kind);
     EXPECT(12, shape.shared_bytes - rings * shape.stages * shape.stage_bytes >= MACKO_SLAB_OVERREAD);
-    EXPECT(13, shape.x_at >= widest * MACKO_SLAB_UNIT && shape.x_at % 16 == 0 && shape.stage_bytes % 128 == 0);
+    EXPECT(13, shape.x_at >= together * widest * MACKO_SLAB_UNIT && shape.x_at % (together * 128) == 0);
+    EXPECT(16, shape.stage_bytes % 128 == 0);
     const int64_t token_blocks = (tokens + 63) / 64;
-    const macko_ring_shares s = macko_ring_shares_of(&p, &shape, token_blocks);
+    const macko_ring_shares s = macko_ring_shares_of(&p, &shape);
     EXPECT(14, s.blocks >= 1 && (s.blocks * token_blocks <= sms || s.blocks == 1));
-    EXPECT(15, (int64_t)s.blocks * token_blocks * (shape.tokens * 256 + 8) <= macko_ring_workspace_bytes(tokens, sms));
-    return check_shares(&p, &s);
+    const int64_t sums = together * shape.tokens * 256;
+    EXPECT(15, (int64_t)s.blocks * token_blocks * (sums + 8) <= macko_ring_workspace_bytes(tokens, sms));
+    return check_shares(&p, &s, together);
 }
 """
 #: What a block may have: by MACKO_PLAN; GPUs of 8.6, 8.9 and 12; of 8.0; of 9.0 and 10.0.
@@ -75,13 +71,7 @@ SHARED = {70: 71680, 99: 101376, 163: 166912, 227: 232448}
 
 @pytest.fixture(scope="module")
 def check(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if not (ROOT / "csrc").exists():
-        pytest.skip("macko is installed, its source is not here")
-    folder = tmp_path_factory.mktemp("ring")
-    (folder / "check.c").write_text(CHECKS)
-    command = ["cc", "-O2", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{ROOT / 'csrc/slab'}", "check.c"]
-    subprocess.run([*command, "-o", "check.so"], cwd=folder, check=True)
-    function = ctypes.CDLL(str(folder / "check.so")).check
+    function = compiled(CHECKS, tmp_path_factory.mktemp("ring"), "slab").check
     function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_int] * 3 + [ctypes.c_bool] + [ctypes.POINTER(ctypes.c_int)] * 2
     return function
 
@@ -89,7 +79,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("shared", SHARED)
 def test_every_slab_is_multiplied_once_and_every_sum_is_taken(check: Any, shared: int) -> None:
     stages, kind = ctypes.c_int(), ctypes.c_int()
-    shapes = [(1, 1), (1, 64), (2, 3), (16, 16), (48, 12), (64, 16), (80, 20), (64, 43), (172, 16), (448, 32), (300, 1)]
+    shapes = [(1, 1), (1, 64), (2, 3), (7, 6), (16, 16), (48, 12), (64, 16), (80, 20), (64, 43), (173, 16), (448, 32)]
     for row_blocks, slabs in shapes:
         for tokens in (1, 8, 9, 16, 17, 33, 64, 65, 128, 512, 5000):
             for widest in (0, 21, 91, 160, 193, 277):  # no slabs; from sparse8 at its least to tile at its most
@@ -102,10 +92,10 @@ def test_every_slab_is_multiplied_once_and_every_sum_is_taken(check: Any, shared
 def test_the_shape_for_each_size_of_shared_memory(check: Any) -> None:
     """Two stages at least wherever a GPU can: else its products go by dense rows."""
     stages, kind = ctypes.c_int(), ctypes.c_int()
-    pairs, wide, halves = range(3)
+    pairs, two_rows, wide, halves = range(4)
 
-    def found(shared: int, tokens: int, widest: int, prefers_pairs: bool) -> tuple[int, int]:
-        assert check(64, 16, tokens, widest, 128, SHARED[shared], prefers_pairs, stages, kind) == 0
+    def found(shared: int, tokens: int, widest: int, prefers_pairs: bool, row_blocks: int = 64) -> tuple[int, int]:
+        assert check(row_blocks, 16, tokens, widest, 128, SHARED[shared], prefers_pairs, stages, kind) == 0
         return stages.value, kind.value if stages.value else -1
 
     tile, dense12, sparse11 = 160, 193, 121  # units of a slab at density 0.5
@@ -116,6 +106,12 @@ def test_the_shape_for_each_size_of_shared_memory(check: Any) -> None:
     assert [found(163, n, dense12, False) for n in (8, 16, 32, 64)] == [(4, wide), (4, wide), (3, wide), (2, wide)]
     assert [found(227, n, tile, True) for n in (8, 16, 32, 64)] == [(2, pairs)] * 4
     assert [found(227, n, dense12, False) for n in (8, 16, 32, 64)] == [(4, wide)] * 3 + [(3, wide)]
+    # Two row blocks together where pairs have no room, more than 32 tokens, and enough to do for each block.
+    assert [found(163, n, tile, True, 448) for n in (32, 33, 64, 512)] == [(2, pairs)] + [(2, two_rows)] * 3
+    assert [found(163, n, sparse11, True, 448) for n in (32, 64)] == [(2, pairs), (2, two_rows)]
+    assert found(163, 64, dense12, False, 448) == (2, wide)
+    assert found(99, 64, tile, True, 448) == (2, halves)
+    assert [found(227, 64, widest, True, 448) for widest in (tile, 200)] == [(2, pairs), (2, two_rows)]
     assert found(70, 64, 0, False) == (2, halves)  # of a matrix without slabs
     assert found(99, 64, 277, True) == (0, -1)
     assert found(99, 8, 277, True) == (2, wide)
@@ -123,7 +119,7 @@ def test_the_shape_for_each_size_of_shared_memory(check: Any) -> None:
 
 def test_what_ptxas_says_of_each_kernel_is_read() -> None:
     """Those of products alone, each with its own registers and spills."""
-    name = "_ZN5macko16slab_ring_kernelINS_8{}EENS_10ring_shapeILi{}ELb{}ELb{}EEEEEv"
+    name = "_ZN5macko16slab_ring_kernelINS_8{}EENS_10ring_shapeILi{}EL15macko_ring_kind{}EEEEEv"
     text = """
 ptxas info    : Compiling entry function '{}' for 'sm_89'
 ptxas info    : Function properties for {}
@@ -131,9 +127,9 @@ ptxas info    : Function properties for {}
 ptxas info    : Used {} registers, used 3 barriers, 512 bytes cmem[0]
 """
     kernels = (
-        (name.format("sparse16I13__nv_bfloat16", 64, 0, 1), 16, 128),
+        (name.format("sparse16I13__nv_bfloat16", 64, 3), 16, 128),
         ("_ZN5macko18slab_unpack_kernelI", 0, 64),
-        (name.format("sparse8IL15macko_byte_kind1E6__half", 8, 1, 0), 0, 95),
+        (name.format("sparse8IL15macko_byte_kind1E6__half", 8, 0), 0, 95),
     )
     said = "".join(text.format(name, name, spilled, spilled, used) for name, spilled, used in kernels)
     assert list(ring_code.kernels(said)) == [
@@ -167,5 +163,9 @@ def test_a_slabs_instructions_are_those_of_the_loop_around_its_products() -> Non
 00e0 @P4 BRA 0x20
 00f0 EXIT"""
     code = [(int(line[:4], 16), line[5:]) for line in listing.strip().splitlines()]
-    for pairs, slab_bytes, turns in ((False, 1, 1), (False, 4 * 16 * 512 + 1, 2), (True, 4 * 16 * 512, 2)):
-        assert ring_code.clocks_of(code, pairs, slab_bytes) == (1 + 2 * turns + 5) * (8 if pairs else 16) / 4
+    pairs, two_rows, wide, _ = ring_code.KINDS
+    for kind, slab_bytes, turns, warps in (
+        *((wide, 1, 1, 16), (wide, 4 * 16 * 512 + 1, 2, 16), (pairs, 4 * 16 * 512, 2, 8)),
+        (two_rows, 4 * 16 * 256, 2, 4),  # of eight warps, for two slabs
+    ):
+        assert ring_code.clocks_of(code, kind, slab_bytes) == (1 + 2 * turns + 5) * warps / 4

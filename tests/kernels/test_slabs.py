@@ -3,8 +3,6 @@
 Whatever FORMATS registers runs through it: codecs.py has a descriptor of each. What one codec alone has is in its file.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -424,6 +422,33 @@ def test_parts(device: str, tokens: int, part_rows: tuple[int, ...], codec: Code
     assert all(part.is_contiguous() and part.storage_offset() == 0 for part in parts)
     assert len({part.data_ptr() for part in parts if part.numel()}) == sum(part.numel() > 0 for part in parts)
     assert_same_bits(torch.cat(list(parts), -1) + 0, ys)
+
+
+@pytest.mark.gpu
+@sparse_codecs
+@pytest.mark.parametrize(
+    ("part_rows", "cols", "sms"),
+    [
+        ((192, 128, 100), 1290, 2),  # 7 row blocks of 6 slabs: a block has two whole twos of them
+        ((192, 128, 100), 1290, 3),  # shares that begin and end within one
+        ((448, 0, 320), 2700, 4),
+        ((100,), 10_000, 4),  # four blocks for the only two
+    ],
+)
+def test_two_row_blocks_share_their_tokens(
+    codec: Codec, part_rows: tuple[int, ...], cols: int, sms: int, plan: Plan
+) -> None:
+    """In 163 KB, where 64 tokens leave no room for two rings."""
+    plan(f"copy=cp_async,shared_kb=163,tile_tokens=1000,sms={sms}")
+    rows = sum(part_rows)
+    source, x, y = exact_problem(codec, rows, cols, "some")
+    made, random = codec.packed(source), codec.for_products(rows, cols)
+    for tokens in (33, 40, 50, 64, 65, 130):
+        xs, ys = each_token(x, y, tokens)
+        assert_same_bits(torch.cat(list(made._own_parts(xs.cuda(), part_rows)), -1) + 0, ys)
+        x_random, bias = codec.x(tokens, cols), codec.x(rows)
+        y_random = codec.packed(random).linear(x_random.cuda(), bias.cuda())
+        codec.assert_close(y_random, random, x_random, bias)
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,13 +1,9 @@
 """What the tile layout alone has: the plans of its kernels, each way to run them, models. The rest: test_slabs.py."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import dataclasses
 import itertools
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -24,6 +20,7 @@ from tests.common import (
     MASKS,
     Plan,
     assert_same_bits,
+    compiled,
     devices,
     each_token,
     integer_problem,
@@ -521,24 +518,13 @@ class Way(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    sources = Path(__file__).parents[2] / "csrc" / "slab"
-    if not shutil.which("cc") or not sources.exists():
-        pytest.skip("needs cc and the sources")
-    target = tmp_path_factory.mktemp("plans") / "plans.so"
-    command = ["cc", "-std=c17", "-O2", "-shared", "-fPIC", "-x", "c", "-", f"-I{sources}", "-o", str(target)]
-    known = f'_Static_assert(MACKO_SLAB_MANY_NUM_SHAPES == {len(GEMM_SIZES)}, "GEMM_SIZES has all");'
-    subprocess.run(command, input=PLAN_CHECKS + known, text=True, check=True)
-    return ctypes.CDLL(str(target))
+    complete = f'_Static_assert(MACKO_SLAB_MANY_NUM_SHAPES == {len(GEMM_SIZES)}, "GEMM_SIZES has all");'
+    return compiled(PLAN_CHECKS + complete, tmp_path_factory.mktemp("plans"), "slab")
 
 
 def test_shares_cover_every_slab_once_and_each_sum_is_sent_to_who_waits_for_it(tmp_path: Path) -> None:
     """The rules: `count` of stages, the first slab, slabs, a share's row blocks, who has a split one, its sums."""
-    sources = Path(__file__).parents[2] / "csrc" / "slab"
-    if not shutil.which("c++") or not sources.exists():
-        pytest.skip("needs c++ and the sources")
-    command = ["c++", "-std=c++17", "-O2", "-shared", "-fPIC", "-x", "c++", "-", f"-I{sources}", "-o", "shares.so"]
-    subprocess.run(command, input=SHARE_CHECKS, text=True, check=True, cwd=tmp_path)
-    check = ctypes.CDLL(str(tmp_path / "shares.so")).check_shares
+    check = compiled(SHARE_CHECKS, tmp_path, "slab", "c++").check_shares
     for blocks, most_clusters in enumerate((132, 66, 39, 30, 22, 17, 15, 15), 1):  # what fits on an H200
         for row_blocks in (*range(1, 70), 80, 96, 128, 172, 224, 448, 576, 2000):
             for slabs in (*range(blocks, 24), 32, 43, 56, 74, 112):

@@ -373,6 +373,33 @@ def test_a_whole_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert_same_bits(image(read), wanted)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_adapters_of_a_pipeline_are_loaded(
+    offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unpacked: list[int]
+) -> None:
+    from diffusers import FluxPipeline
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    wanted = pipeline()
+    adapter = LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k"], init_lora_weights=False)
+    wanted.transformer.add_adapter(adapter)
+    layers = get_peft_model_state_dict(wanted.transformer)
+    FluxPipeline.save_lora_weights(tmp_path, transformer_lora_layers=layers)
+    pipe = pipeline()
+    before = image(pipe)
+    macko.sparsify_(pipe.transformer, format="dense12", ignore=(), progress=False)
+    if offload:
+        macko.offloadable_(pipe.transformer)
+    unpacked.clear()
+    pipe.load_lora_weights(tmp_path)
+    if offload:
+        assert not unpacked
+    assert_same_bits(image(pipe), image(wanted))
+    pipe.unload_lora_weights()
+    assert_same_bits(image(pipe), before)
+
+
 def test_what_has_nothing_to_pack_is_named() -> None:
     from diffusers import DDPMPipeline, DDPMScheduler
 

@@ -28,6 +28,7 @@ _DUE = {
         "macko.integrations.diffusers_models",
         "save_pretrained of packed models, and saying where adapters and projections cannot be fused",
     ),
+    "diffusers.loaders.lora_pipeline": ("macko.integrations.diffusers_models", "loading adapters of FLUX"),
     "peft.utils.other": ("macko.integrations.peft", "training sparse layers that modules_to_save names"),
     **dict.fromkeys(
         ("sentence_transformers.base.modules.module", "sentence_transformers.models.Module"),  # before 5.4

@@ -10,6 +10,7 @@ import inspect
 import sys
 from typing import Any
 
+import torch
 from diffusers.hooks import group_offloading, layerwise_casting
 from torch import nn
 
@@ -126,6 +127,23 @@ def _whoever_packed_it(dequantize: Any) -> Any:
     return dequantize_
 
 
+def _by_shapes(expand: Any) -> Any:
+    """FLUX compares adapters with the weights of a state_dict, which packed layers have not, or unpack for it."""
+
+    def _maybe_expand_lora_state_dict(cls: Any, transformer: Any, lora_state_dict: Any) -> Any:
+        shapes = dict(transformer.named_parameters())
+        for name, module in transformer.named_modules():
+            if isinstance(module, SparseLinear):  # a tensor of one element
+                shapes[f"{name}.weight"] = torch.zeros(()).expand(module.out_features, module.in_features)
+        transformer.state_dict = lambda: shapes
+        try:
+            return expand(cls, transformer, lora_state_dict)
+        finally:
+            del transformer.state_dict
+
+    return _maybe_expand_lora_state_dict
+
+
 def _placed(load: Any) -> Any:
     """With MackoConfig(offload=True): reads the model on the CPU, then puts its parts where a device_map says."""
 
@@ -161,6 +179,8 @@ def register() -> None:
     """Guards what is there: hooks are imported before models, and at times without."""
     wrap(layerwise_casting, "_apply_layerwise_casting", _not_cast)
     wrap(group_offloading, "_apply_group_offloading", _where_bytes_move)
+    if (loaders := sys.modules.get("diffusers.loaders.lora_pipeline")) is not None:
+        wrap(loaders.FluxLoraLoaderMixin, "_maybe_expand_lora_state_dict", _by_shapes)
     base: Any = getattr(sys.modules.get("diffusers.models.modeling_utils"), "ModelMixin", None)
     if base is None or "__init_subclass__" in vars(base):
         return

@@ -1,6 +1,6 @@
 """Experts of mixtures on the GPU, from one packed stack: against torch's grouped product of the dense ones.
 
-    python -m benchmarks.experts                    # Mixtral-8x7B, Qwen3-30B-A3B, GLM-4.5-Air; 1 to 128 sequences
+    python -m benchmarks.experts                    # Mixtral-8x7B, Qwen3-30B-A3B, GLM-4.5-Air; 1 to 2048 tokens
     python -m benchmarks.experts --models qwen3-30b --batches 1,8 --out experts.jsonl
 
 Random weights of the models' shapes. Each token goes to experts drawn evenly, another routing at each of four calls in
@@ -161,7 +161,7 @@ def whole(model: str, batches: list[int], out: Path, about: dict[str, object]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="comma separated")
-    parser.add_argument("--batches", default="1,8,32,64,128", help="comma separated")
+    parser.add_argument("--batches", default="1,8,32,64,128,2048", help="tokens, comma separated")
     parser.add_argument("--only", choices=("products", "whole"), help="default: both")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<gpu>/experts.jsonl")
     options = parser.parse_args()

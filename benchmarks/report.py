@@ -362,9 +362,9 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "experts where": (lambda: read(H100 / "experts.jsonl"), WHERE),
     "experts": (
         records.experts,
-        Table("model | rows x cols | 1 sequence | 8 | 32 | 64 | 128",
+        Table("model | rows x cols | 1 sequence | 8 | 32 | 64 | 128 | 2048 (a prompt)",
               "{model} | {shape} | {dense12 1 gain:.2f}x | {dense12 8 gain:.2f}x | {dense12 32 gain:.2f}x | "
-              "{dense12 64 gain:.2f}x | {dense12 128 gain:.2f}x"),
+              "{dense12 64 gain:.2f}x | {dense12 128 gain:.2f}x | {dense12 2048 gain:.2f}x"),
     ),
     "diffusion where": (lambda: read(H100 / "diffusion.jsonl"), WHERE),
     "diffusion sizes": (
@@ -473,7 +473,7 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
         ENGINES,
     ),
     "engines not compiled": (lambda: records.engines_wide(H200), ENGINES),
-    "engines two where": (lambda: records.vllm(H100), engines_where),
+    "engines two where": (lambda: records.vllm(H100, mixture=""), engines_where),
     "engines two": (lambda: records.engines_wide(H100, ranks=2), ENGINES_TWO),
     "engines two 70b": (lambda: records.engines_wide(H100, ranks=2, hidden=8192), ENGINES_TWO),
     "engines experts": (records.engines_experts, lambda lines: engines_where(lines) + "\n\n" + ENGINES_EXPERTS(lines)),

@@ -103,7 +103,7 @@ def linear_experts(
 
     Returns:
         [tokens, rows], with an order [pairs, rows]; zeros in the rows after the last end. Differentiable in x. On a
-        GPU no host waits. A token's bits depend on no other one but by the mean of tokens an expert, up to 12 or more.
+        GPU no host waits. A token's bits depend on no other one but by how many tokens there are in all.
 
     Raises:
         RuntimeError: wrong device, dtype or shape; a layout that is not of slabs; on the CPU ends that fall.

@@ -195,7 +195,7 @@ def text(dense: Path, tmp_path: Path) -> str:
 
     letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(sorted(set(TEXT)))}, unk_token=" "))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=letters, unk_token=" ").save_pretrained(dense)
+    PreTrainedTokenizerFast(tokenizer_object=letters, unk_token=" ", pad_token=" ").save_pretrained(dense)
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     return str(file)
@@ -372,6 +372,26 @@ def test_eval_in_words_beside_its_json(dense: Path, text: str, tmp_path: Path, c
     (tmp_path / "short.txt").write_text("a few")
     assert main(["eval", str(dense), "--data", str(tmp_path / "short.txt"), "--lengths", "16"]) == 1
     assert one_line(capsys).endswith("less than one window of 16 (--lengths)")
+
+
+def test_eval_of_an_encoder_needs_its_dense_one(dense: Path, text: str, tmp_path: Path, capsys: Any) -> None:
+    from transformers import BertConfig, BertModel
+
+    model, sizes = tmp_path / "bert", {"hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2}
+    encoder = BertModel(BertConfig(vocab_size=90, num_attention_heads=4, max_position_embeddings=600, **sizes))
+    shutil.copytree(dense, model, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
+    encoder.save_pretrained(model)
+    macko.prune_(encoder, 0.5)
+    shutil.copytree(model, tmp_path / "pruned")
+    encoder.save_pretrained(tmp_path / "pruned")
+    command = ["eval", str(tmp_path / "pruned"), "--data", text, "--samples", "3"]
+    refused(command, "is no language model, so there is only --against DENSE to judge it by", capsys)
+    for against, is_same in ((tmp_path / "pruned", True), (model, False)):
+        assert main([*command, "--against", str(against)]) == 0
+        said = capsys.readouterr()
+        found = json.loads(said.out)["embeddings"]
+        assert (found["worst_cosine"] > 1 - 1e-6) == (found["cosine"] > 1 - 1e-6) == is_same
+        assert f"cosine to the dense embeddings {found['cosine']:.4f} in the mean" in said.err
 
 
 def test_formats_of_convert_are_one_list(dense: Path, tmp_path: Path, capsys: Any) -> None:

@@ -97,8 +97,9 @@ void multiply_experts(const char *op, const typename Kind::Matrix &m, const Tens
                                     .y = y.mutable_data_ptr(),
                                     .stream = current_stream(y)};
     Tokens x{};
-    const int few = macko_knob_number(MACKO_KNOB_TILE_TOKENS, macko_experts_few(many, problem.widest));
-    const bool by_many = !fits || tokens > experts * few;
+    const int *limit = macko_knob(MACKO_KNOB_TILE_TOKENS);
+    const bool more = tokens > experts * (limit ? *limit : MACKO_EXPERTS_PACKED),
+               by_many = !fits || (many && !limit ? macko_experts_are_many(&problem, m.cols) : more);
     if (by_many && (many || grouped)) {
         const Tensor sorted = order ? rows_in_order(op, x_any, *order, top_k) : x_any;
         if (many) {

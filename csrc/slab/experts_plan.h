@@ -11,11 +11,8 @@
 
 enum {
     MACKO_EXPERTS_LEAST_TOKENS = 16, /* of a tile of tokens: one kind of sums for all sizes, so bits are the same */
-    /* Mean tokens of an expert up to which this kernel takes them: then that for many (experts_many_kernel.cuh), and where
-     * there is no wgmma dense rows and the library's grouped product. */
-    MACKO_EXPERTS_FEW = 12,
-    MACKO_EXPERTS_FEW_SHORT = 1, /* the same of slabs of 11 bits a weight and less, which are waited for to be decoded */
-    MACKO_EXPERTS_SHORT_UNITS = MACKO_SLAB_ROWS * MACKO_SLAB_COLS * 11 / 8 / MACKO_SLAB_UNIT,
+    /* Mean tokens of an expert up to which packed weights are multiplied without wgmma; then dense rows, by the library's
+     * grouped product. */
     MACKO_EXPERTS_PACKED = 96,
     MACKO_EXPERTS_MANY_TOKENS = 256, /* of an item of that kernel, at most */
     MACKO_EXPERTS_MANY_ROW_BLOCKS = 2,
@@ -34,14 +31,7 @@ typedef struct macko_experts_plan {
     int stages, x_at, stage_bytes, shared_bytes; /* stages 0: see macko_experts_plan_of_zeros */
 } macko_experts_plan;
 
-/* Up to how many tokens an expert in the mean this kernel takes; many: whether that for many takes the stack. */
-static inline int macko_experts_few(bool many, int widest) {
-    return !many                                 ? MACKO_EXPERTS_PACKED
-           : widest <= MACKO_EXPERTS_SHORT_UNITS ? MACKO_EXPERTS_FEW_SHORT
-                                                 : MACKO_EXPERTS_FEW;
-}
-
-/* Whether the kernel for many tokens takes a stack of slabs of up to `widest` units. */
+/* Whether the kernel for many tokens can take a stack of slabs of up to `widest` units. */
 static inline bool macko_experts_many_fits(int64_t tokens, int64_t experts, int64_t rows, int64_t cols, int widest,
                                            int shared_bytes) {
     macko_slab_many_stages stages;
@@ -49,6 +39,18 @@ static inline bool macko_experts_many_fits(int64_t tokens, int64_t experts, int6
     const int64_t items = (tokens / MACKO_EXPERTS_MANY_TOKENS + experts) * macko_slab_row_blocks(rows);
     return rows % 8 == 0 && cols % 8 == 0 && tokens <= INT32_MAX - MACKO_EXPERTS_MANY_TOKENS &&
            items <= INT32_MAX / 2 && macko_slab_many_fit_stages(shape, widest, shared_bytes, &stages);
+}
+
+/* And whether it is the faster one (H100, 2026-11-27: shapes of Qwen3-30B, GLM-4.5-Air and Mixtral, 1 to 2048 tokens). This
+ * one keeps up with memory for some tokens of long rows in 12 bits; shorter slabs it decodes too slowly, and in short rows it
+ * waits at the end of each. Where there are not enough items for two rounds, almost, the other leaves SMs idle. */
+static inline bool macko_experts_are_many(const macko_experts_problem *p, int64_t cols) {
+    enum { SHORT_SLAB = MACKO_SLAB_ROWS * MACKO_SLAB_COLS * 11 / 8 / MACKO_SLAB_UNIT, SHORT_ROW = 4 };
+    const int64_t row_tile = MACKO_EXPERTS_MANY_ROW_BLOCKS * MACKO_SLAB_CLUSTER_BLOCKS,
+                  touched = p->tokens < p->experts ? p->tokens : p->experts,
+                  items = touched * ((p->row_blocks + row_tile - 1) / row_tile);
+    return p->tokens >= 8 * p->experts ||
+           ((p->widest <= SHORT_SLAB || macko_slabs_across(cols) <= SHORT_ROW) && 10 * items >= 9 * p->sms);
 }
 
 /* Shared memory besides stages: sums that meet, of each expert two numbers, of each warp one. */

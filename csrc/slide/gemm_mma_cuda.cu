@@ -5,8 +5,8 @@
 namespace macko {
 namespace {
 
-// Blocks that share the k tiles of a tile where tiles are few, each of them 8 k tiles at least: half of the GPU's slots, or
-// fewer, would be empty else.
+// Blocks that share the k tiles of a tile, each of them 8 k tiles at least, where half of the GPU's slots, or fewer, would be
+// busy else.
 int num_splits(int64_t tiles, int k_tiles, int most, int64_t slots) {
     int splits = 1;
     while (splits < most && 2 * splits * tiles <= slots && k_tiles >= 16 * splits) splits *= 2;
@@ -46,15 +46,19 @@ cudaError_t mma_launch(const macko_slide_gemm_args &args, const device_info &dev
     const int bytes = task.stages * TILE::STAGE_BYTES + TILE::END_BYTES;
     const int blocks_per_sm = std::clamp(device.shared_per_sm / (bytes + 1024), 1, TILE::BLOCKS_PER_SM);
     const int64_t slots = (int64_t)device.num_sms * blocks_per_sm;
-    common.splits = num_splits(tiles, common.k_tiles, TILE::MAX_SPLITS, slots);
+    // Of the last wave; not for few tokens, where the weights' bytes are the time, whichever block reads them.
+    const int64_t last = TILE::TOKENS > 64 || tiles < slots ? tiles % slots : 0;
+    common.splits = num_splits(last, common.k_tiles, TILE::MAX_SPLITS, slots);
+    constexpr int64_t TILE_SUMS = (int64_t)TILE::ROWS * TILE::TOKENS;
     if (asked) {
-        *asked = common.splits > 1 ? common.splits * args.tokens * shape.rows * (int64_t)sizeof(slide_sum<TYPE>) : 0;
+        *asked = common.splits > 1 ? common.splits * last * TILE_SUMS * (int64_t)sizeof(slide_sum<TYPE>) : 0;
         return cudaSuccess;
     }
     if (!args.workspace) common.splits = 1;
     task.partial = args.workspace;
-    if (tiles * common.splits > INT32_MAX) return cudaErrorInvalidValue;
-    common.num_tiles = (int)(tiles * common.splits);
+    if (tiles + slots > INT32_MAX) return cudaErrorInvalidValue;
+    task.split = common.splits > 1 ? (int)last : 0, task.whole = (int)tiles - task.split;
+    common.num_tiles = task.whole + task.split * common.splits;
     if (TYPE == MACKO_SLIDE_E4M3) { // what runs may be compiled for an earlier GPU than this one
         cudaFuncAttributes built;
         if (const cudaError_t status = cudaFuncGetAttributes(&built, KERNEL)) return status;
@@ -64,10 +68,10 @@ cudaError_t mma_launch(const macko_slide_gemm_args &args, const device_info &dev
         return status;
     KERNEL<<<(unsigned)std::min<int64_t>(slots, common.num_tiles), TILE::THREADS, bytes, stream>>>(task);
     if (const cudaError_t status = cudaGetLastError()) return status;
-    if (common.splits == 1) return cudaSuccess;
+    if (!task.split) return cudaSuccess;
     constexpr int THREADS = 256;
-    const dim3 grid((unsigned)ceil_div(shape.rows, THREADS), (unsigned)args.tokens);
-    slide_mma_add_splits<slide_sum<TYPE>><<<grid, THREADS, 0, stream>>>(task);
+    const dim3 grid((unsigned)task.split, (unsigned)(TILE_SUMS / THREADS));
+    slide_mma_add_splits<slide_sum<TYPE>, TILE><<<grid, THREADS, 0, stream>>>(task);
     return cudaGetLastError();
 }
 
@@ -92,14 +96,16 @@ cudaError_t mma_run(slide_kind kind, slide_size size, const macko_slide_gemm_arg
                                 : mma_run_kind<TYPE, SLIDE_DENSE>(size, args, device, stream, asked);
 }
 
-// The largest tiles where they give work to at least half of the SMs.
+// The largest tiles where they, or parts of their k tiles, give work to at least half of the SMs.
 slide_size mma_size(const macko_slide_gemm_args &args, int num_sms) {
     if (const int *said = macko_knob(MACKO_KNOB_SLIDE_TILE)) return slide_size(said[0] << 16 | said[1]);
     if (args.tokens <= 64) return args.tokens <= 16 ? SLIDE_64x16 : SLIDE_64x64;
-    const auto enough = [&](int rows, int tokens) {
-        return 2 * ceil_div(args.weight.shape.rows, rows) * ceil_div(args.tokens, tokens) >= num_sms;
+    const macko_slide_shape &shape = args.weight.shape;
+    const auto enough = [&](int rows, int tokens, int splits) {
+        return 2 * splits * ceil_div(shape.rows, rows) * ceil_div(args.tokens, tokens) >= num_sms;
     };
-    return enough(256, 128) ? SLIDE_256x128 : enough(128, 128) ? SLIDE_128x128 : SLIDE_64x64;
+    const int most = num_splits(0, (int)macko_slide_k_tiles(shape.cols, shape.n, shape.type), 4, 0);
+    return enough(256, 128, 1) ? SLIDE_256x128 : enough(128, 128, most) ? SLIDE_128x128 : SLIDE_64x64;
 }
 
 } // namespace

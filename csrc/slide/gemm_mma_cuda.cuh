@@ -1,15 +1,15 @@
 // The GEMM kernel of GPUs without wgmma: out[token][row] from packed weights and lifted activations by mma.sync and mma.sp
 // (sm_80 on; float8 sm_89 on), whose lanes take metadata as slide.h stores them. Blocks are persistent.
 //
-//     unit      an output tile of ROWS x TOKENS, or of few such tiles some of their k tiles (split-K)
+//     unit      an output tile of ROWS x TOKENS; of those that would keep few blocks busy some of the k tiles (split-K)
 //     block     | warp: WARP_ROWS x WARP_TOKENS of the tile, in m16n8 products: slices of 16 rows x octets of tokens |
 //     stage     | tokens, TOKENS x 128 bytes, 128-byte swizzle | weights, BLOCKS tiles as packed |  cp.async by all threads
-//     k tile    half 0: products, ldmatrix of half 1 | stage k + 1 is there, k is read: __syncthreads | fetch k + STAGES
-//               half 1: products, ldmatrix of half 0 of stage k + 1
+//     k tile    all steps but one: products, ldmatrix of the step behind | stage k + 1 is there, k is read: __syncthreads |
+//               fetch k + STAGES | last step: products, ldmatrix of the first step of stage k + 1
 //     end       scale, round, transpose (movmatrix), through 16 tokens of shared memory a warp, 16 bytes a lane to out;
 //               meanwhile the first stages of the next unit are on their way
 //
-// An operand's registers are filled again as soon as the last product has read them, so all of them are a half ahead.
+// Tokens' registers are filled again as soon as their last product has read them, a step ahead; weights have two sets.
 #pragma once
 
 #include "../core/cuda.cuh"
@@ -38,9 +38,10 @@ struct mma_tile {
     // Copies of 16 bytes that a thread makes of a stage.
     static constexpr int TOKEN_COPIES = TOKEN_BYTES / 16 / THREADS;
     static constexpr int WEIGHT_COPIES = (BLOCKS * TILE_BYTES / 16 + THREADS - 1) / THREADS;
+    static constexpr int COPIES = TOKEN_COPIES + WEIGHT_COPIES;
     // A token's rows of a warp in shared memory, 16 bytes longer than they are: lanes' words then lie in different banks.
     static constexpr int LINE = WARP_ROWS * 2 + 16, END_TOKENS = 16, END_BYTES = WARPS * END_TOKENS * LINE;
-    static constexpr int MAX_STAGES = 4, MAX_SPLITS = TOKENS <= 64 ? 8 : 1;
+    static constexpr int MAX_STAGES = 4, MAX_SPLITS = TOKENS <= 64 ? 8 : 4;
     static_assert(TOKEN_COPIES * THREADS * 16 == TOKEN_BYTES && THREADS % 64 == 0);
 };
 
@@ -48,7 +49,8 @@ struct mma_task {
     slide_task common; // num_tiles: of units; k_tiles: those that tokens have
     const uint8_t *lifted;
     uint16_t *out;
-    void *partial;        // [splits][tokens][rows] sums, where splits > 1
+    int whole, split;     // tiles that are a unit each, first, and those after them that are common.splits units each
+    void *partial;        // [splits][split][TOKENS][ROWS] sums
     int64_t row_bytes;    // of a block of 64 packed rows
     uint32_t token_bytes; // of a lifted token
     int64_t out_stride;
@@ -137,19 +139,21 @@ MACKO_MMA_8(MACKO_SLIDE_E4M3, float, "f32.e4m3.e4m3.f32", "f")
 // Which tile a unit is of, and which of its k tiles.
 template <class TILE>
 struct mma_unit {
-    int row_tile, token_tile, split, first_k, k_tiles;
+    int row_tile, token_tile, split_tile, split, first_k, k_tiles; // split_tile: of mma_task.partial, or below 0
 
     // Tiles in groups of a few row tiles, all token tiles of a group together: both operands are found in L2.
-    __device__ mma_unit(const slide_task &task, int index) {
+    __device__ mma_unit(const mma_task &of, int index) {
         constexpr int GROUP = 8;
-        split = TILE::MAX_SPLITS > 1 ? index % task.splits : 0;
-        const int tile = TILE::MAX_SPLITS > 1 ? index / task.splits : index;
+        const slide_task &task = of.common;
+        split_tile = index < of.whole ? -1 : (index - of.whole) / task.splits;
+        split = index < of.whole ? 0 : (index - of.whole) % task.splits;
+        const int tile = index < of.whole ? index : of.whole + split_tile, splits = index < of.whole ? 1 : task.splits;
         const int group = tile / (GROUP * task.token_tiles), first_in_group = group * GROUP;
         const int in_group = tile - first_in_group * task.token_tiles;
         const int group_rows = min(GROUP, task.row_tiles - first_in_group);
         token_tile = in_group / group_rows, row_tile = first_in_group + in_group % group_rows;
-        first_k = TILE::MAX_SPLITS > 1 ? split * task.k_tiles / task.splits : 0;
-        k_tiles = (TILE::MAX_SPLITS > 1 ? (split + 1) * task.k_tiles / task.splits : task.k_tiles) - first_k;
+        first_k = split * task.k_tiles / splits;
+        k_tiles = (split + 1) * task.k_tiles / splits - first_k;
     }
 };
 
@@ -175,7 +179,7 @@ struct mma_copies {
             left = INT_MAX;
             return;
         }
-        const mma_unit<TILE> at(task.common, unit);
+        const mma_unit<TILE> at(task, unit);
         const int first_token = at.token_tile * TILE::TOKENS, first_block = at.row_tile * TILE::BLOCKS;
         tokens = task.lifted + (int64_t)first_token * task.token_bytes + at.first_k * MACKO_SLIDE_TILE_BYTES;
         weights = task.common.packed + first_block * task.row_bytes + (int64_t)at.first_k * TILE::TILE_BYTES;
@@ -195,25 +199,27 @@ struct mma_copies {
         bytes_left = task.token_bytes - at.first_k * MACKO_SLIDE_TILE_BYTES - threadIdx.x % 8 * 16;
     }
 
-    // Copies the next k tile to a stage. Each call commits, so that those which wait count right.
-    __device__ __forceinline__ void fetch(const mma_task &task, uint32_t stage) {
-        if (unit < task.common.num_tiles) {
-#pragma unroll
-            for (int j = 0; j < TILE::TOKEN_COPIES; j++) {
-                const uint32_t to = token_to + stage + j * (TILE::THREADS / 8 * 128);
-                if constexpr (TILE::IS_16_BIT)
-                    copy_async_zfill(to, tokens + token_offset[j], bytes_left > 0);
-                else
-                    copy_async<16>(to, tokens + token_offset[j]);
-            }
-#pragma unroll
-            for (int j = 0; j < TILE::WEIGHT_COPIES; j++)
-                if ((j + 1) * TILE::THREADS <= VECTORS || threadIdx.x + j * TILE::THREADS < VECTORS)
-                    copy_async<16>(weight_to + stage + j * (TILE::THREADS * 16), weights + weight_offset[j]);
-            tokens += MACKO_SLIDE_TILE_BYTES;
-            weights += TILE::TILE_BYTES;
-            if constexpr (TILE::IS_16_BIT) bytes_left -= MACKO_SLIDE_TILE_BYTES;
+    // Copy `j` of the next k tile to a stage.
+    __device__ __forceinline__ void copy(const mma_task &task, uint32_t stage, int j) {
+        if (left > INT_MAX / 2) return; // there is no unit more
+        if (j < TILE::TOKEN_COPIES) {
+            const uint32_t to = token_to + stage + j * (TILE::THREADS / 8 * 128);
+            if constexpr (TILE::IS_16_BIT)
+                copy_async_zfill(to, tokens + token_offset[j], bytes_left > 0);
+            else
+                copy_async<16>(to, tokens + token_offset[j]);
+        } else {
+            j -= TILE::TOKEN_COPIES;
+            if ((j + 1) * TILE::THREADS <= VECTORS || threadIdx.x + j * TILE::THREADS < VECTORS)
+                copy_async<16>(weight_to + stage + j * (TILE::THREADS * 16), weights + weight_offset[j]);
         }
+    }
+
+    // After the copies of a k tile; it commits whether or not there were any, so that those which wait count right.
+    __device__ __forceinline__ void next() {
+        tokens += MACKO_SLIDE_TILE_BYTES;
+        weights += TILE::TILE_BYTES;
+        if constexpr (TILE::IS_16_BIT) bytes_left -= MACKO_SLIDE_TILE_BYTES;
         commit_copies();
     }
 
@@ -225,13 +231,15 @@ struct mma_copies {
     }
 };
 
-// A warp's operands and sums: the operands are those of the half that is multiplied next.
+// A warp's operands and sums. A step is what one product takes of a k tile: half of a sparse one, a quarter of a dense one.
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 struct mma_warp {
     using TILE = mma_tile<TYPE, KIND, SIZE>;
-    static constexpr int STEPS = TILE::IS_SPARSE ? 1 : 2;
+    static constexpr int STEPS = TILE::IS_SPARSE ? 2 : 4;
     uint32_t tokens_at, values_at, meta_at; // for ldmatrix, in a stage
-    uint32_t tokens[TILE::OCTETS][4], values[TILE::SLICES][STEPS][4], meta[2][4];
+    uint32_t tokens[TILE::OCTETS][4];       // of the half that is multiplied, or of the next one
+    uint32_t values[2][TILE::SLICES][4];    // of this step and of the next one
+    uint32_t meta[2][4];
     slide_sum<TYPE> sums[TILE::SLICES][TILE::OCTETS][4];
 
     __device__ mma_warp(uint32_t smem) {
@@ -260,12 +268,9 @@ struct mma_warp {
         ldmatrix_x4(tokens[octet], (tokens_at ^ HALF * 64) + stage + octet * 1024);
     }
 
-    template <int HALF>
+    template <int STEP>
     __device__ __forceinline__ void load_values(int slice, uint32_t stage) {
-#pragma unroll
-        for (int step = 0; step < STEPS; step++)
-            ldmatrix_x4(values[slice][step], (values_at ^ (HALF * 32 * STEPS + step * 32)) + stage +
-                                                 slice * (TILE::IS_SPARSE ? 1024 : 2048));
+        ldmatrix_x4(values[STEP % 2][slice], (values_at ^ STEP * 32) + stage + slice * (TILE::IS_SPARSE ? 1024 : 2048));
     }
 
     // 16-bit k tiles have one word for both halves.
@@ -280,7 +285,7 @@ struct mma_warp {
         }
     }
 
-    // The first half of a stage.
+    // What the first step of a stage takes.
     __device__ void load(uint32_t stage) {
         load_meta<0>(stage);
 #pragma unroll
@@ -289,40 +294,44 @@ struct mma_warp {
         for (int slice = 0; slice < TILE::SLICES; slice++) load_values<0>(slice, stage);
     }
 
-    // Half HALF of a stage (64 bytes of expanded columns); the operands of the other half come from stage `next`.
-    template <int HALF>
-    __device__ __forceinline__ void multiply(uint32_t next) {
-        load_meta<1 - HALF>(next);
+    // Step STEP of a stage; what the next step takes comes from stage `next`, a load every few products: they take their
+    // turns in shared memory with those of other warps. copy(j): copy j of a later stage, dealt out likewise.
+    template <int STEP, class COPY>
+    __device__ __forceinline__ void multiply(uint32_t next, COPY copy) {
+        constexpr int PER_HALF = STEPS / 2, HALF = STEP / PER_HALF, NEXT = (STEP + 1) % STEPS;
+        if constexpr (STEP % PER_HALF == 0) load_meta<1 - HALF>(next);
 #pragma unroll
-        for (int slice = 0; slice < TILE::SLICES; slice++) {
+        for (int octet = 0; octet < TILE::OCTETS; octet++) {
 #pragma unroll
-            for (int octet = 0; octet < TILE::OCTETS; octet++) {
-                if constexpr (TILE::IS_SPARSE) {
-                    mma_sparse<TYPE, TILE::IS_16_BIT ? HALF : 0>(sums[slice][octet], values[slice][0], tokens[octet],
-                                                                 meta[HALF][slice]);
-                } else {
-#pragma unroll
-                    for (int step = 0; step < 2; step++)
-                        mma_dense<TYPE>(sums[slice][octet], values[slice][step], tokens[octet][2 * step],
-                                        tokens[octet][2 * step + 1]);
-                }
-                if (slice == TILE::SLICES - 1) load_tokens<1 - HALF>(octet, next);
+            for (int slice = 0; slice < TILE::SLICES; slice++) {
+                if constexpr (TILE::IS_SPARSE)
+                    mma_sparse<TYPE, TILE::IS_16_BIT ? HALF : 0>(sums[slice][octet], values[STEP % 2][slice],
+                                                                 tokens[octet], meta[HALF][slice]);
+                else
+                    mma_dense<TYPE>(sums[slice][octet], values[STEP % 2][slice], tokens[octet][STEP % 2 * 2],
+                                    tokens[octet][STEP % 2 * 2 + 1]);
             }
-            load_values<1 - HALF>(slice, next);
+            if constexpr ((STEP + 1) % PER_HALF == 0) load_tokens<1 - HALF>(octet, next);
+            if (octet * TILE::SLICES % TILE::OCTETS == 0) load_values<NEXT>(octet * TILE::SLICES / TILE::OCTETS, next);
+            // A copy behind a load costs three instructions more (LDS of no address): so some copies together.
+            constexpr int GROUP = TILE::OCTETS < 4 ? TILE::OCTETS : 4, COPIES = TILE::COPIES;
+            if (octet % GROUP) continue;
+            const int begin = octet * COPIES / TILE::OCTETS, end = (octet + GROUP) * COPIES / TILE::OCTETS;
+#pragma unroll
+            for (int j = 0; j < COPIES; j++) // from 0: else it is not unrolled, and offsets lie in local memory
+                if (begin <= j && j < end) copy(j);
         }
     }
 
     // Sums of a part of the k tiles, to be added up: lanes have 8 rows of a token together.
-    __device__ void store_partial(const mma_task &task, const mma_unit<TILE> &unit, int first_row, int first_token) {
-        const int lane = threadIdx.x % WARP;
-        auto *to = (slide_sum<TYPE> *)task.partial + (int64_t)unit.split * task.common.tokens * task.common.rows;
+    __device__ void store_partial(const mma_task &task, const mma_unit<TILE> &unit, int row, int token) {
+        const int lane = threadIdx.x % WARP, tile = unit.split * task.split + unit.split_tile;
+        auto *to = (slide_sum<TYPE> *)task.partial + (int64_t)tile * (TILE::ROWS * TILE::TOKENS) +
+                   (token + lane % 4 * 2) * TILE::ROWS + row + lane / 4;
 #pragma unroll
         for (int i = 0; i < TILE::SLICES * TILE::OCTETS * 4; i++) {
             const int slice = i / (TILE::OCTETS * 4), octet = i / 4 % TILE::OCTETS;
-            const int64_t row = first_row + slice * 16 + i / 2 % 2 * 8 + lane / 4;
-            const int token = first_token + octet * 8 + lane % 4 * 2 + i % 2;
-            if (row < task.common.rows && token < task.common.tokens)
-                to[token * task.common.rows + row] = sums[slice][octet][i % 4];
+            to[(octet * 8 + i % 2) * TILE::ROWS + slice * 16 + i / 2 % 2 * 8] = sums[slice][octet][i % 4];
         }
     }
 
@@ -331,6 +340,12 @@ struct mma_warp {
     __device__ void store(const mma_task &task, uint32_t at, int64_t first_row, int first_token) {
         const int lane = threadIdx.x % WARP;
         const slide_task &common = task.common;
+        float scale[2 * TILE::SLICES], bias[2 * TILE::SLICES];
+#pragma unroll
+        for (int i = 0; i < 2 * TILE::SLICES; i++) {
+            const int64_t row = first_row + i * 8 + lane / 4;
+            scale[i] = row < common.rows ? common.scale[row] : 0, bias[i] = slide_bias(common, row);
+        }
 #pragma unroll
         for (int pair = 0; pair < TILE::OCTETS / 2; pair++, first_token += TILE::END_TOKENS) {
             float by_token[4];
@@ -341,14 +356,12 @@ struct mma_warp {
             }
 #pragma unroll
             for (int i = 0; i < 2 * TILE::SLICES; i++) {
-                const int64_t row = first_row + i * 8 + lane / 4;
-                const float scale = row < common.rows ? common.scale[row] : 0, bias = slide_bias(common, row);
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
                     const slide_sum<TYPE> *two = sums[i / 2][2 * pair + j] + i % 2 * 2;
                     const uint32_t rounded =
-                        slide_pack2(fmaf(scale, by_token[2 * j] * (float)two[0], bias),
-                                    fmaf(scale, by_token[2 * j + 1] * (float)two[1], bias), common.is_bf16);
+                        slide_pack2(fmaf(scale[i], by_token[2 * j] * (float)two[0], bias[i]),
+                                    fmaf(scale[i], by_token[2 * j + 1] * (float)two[1], bias[i]), common.is_bf16);
                     store_shared_4(at + (j * 8 + lane / 4) * TILE::LINE + i * 16 + lane % 4 * 4, movmatrix(rounded));
                 }
             }
@@ -381,7 +394,9 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS, mma_tile<
     const int warp = threadIdx.x / WARP;
     mma_copies<TILE> copies(task, smem);
     for (uint32_t stage = 0; stage < end; stage += TILE::STAGE_BYTES) {
-        copies.fetch(task, stage);
+#pragma unroll
+        for (int j = 0; j < TILE::COPIES; j++) copies.copy(task, stage, j);
+        copies.next();
         copies.advance(task, 1);
     }
     wait_for_next_stage(task.stages); // of which one is needed, so one more than has to be
@@ -391,41 +406,50 @@ __global__ void __launch_bounds__(mma_tile<TYPE, KIND, SIZE>::THREADS, mma_tile<
     own.clear();
     uint32_t stage = 0;
     for (int index = blockIdx.x; index < task.common.num_tiles; index += gridDim.x) {
-        const mma_unit<TILE> unit(task.common, index);
+        const mma_unit<TILE> unit(task, index);
         for (int left = unit.k_tiles; left;) {
             const int count = min(left, copies.left);
             for (int k_tile = 0; k_tile < count; k_tile++) {
-                own.template multiply<0>(stage);
+                const auto none = [](int) {};
+                own.template multiply<0>(stage, none);
+                if constexpr (own.STEPS == 4) {
+                    own.template multiply<1>(stage, none);
+                    own.template multiply<2>(stage, none);
+                }
                 wait_for_next_stage(task.stages);
                 __syncthreads(); // the next stage has arrived for all warps, and all have read this one
-                copies.fetch(task, stage);
+                const uint32_t read = stage;
                 stage = stage + TILE::STAGE_BYTES == end ? 0 : stage + TILE::STAGE_BYTES;
-                own.template multiply<1>(stage);
+                own.template multiply<own.STEPS - 1>(stage, [&](int j) { copies.copy(task, read, j); });
+                copies.next();
             }
             copies.advance(task, count);
             left -= count;
         }
-        const int first_row = unit.row_tile * TILE::ROWS + warp % TILE::ROW_WARPS * TILE::WARP_ROWS;
-        const int first_token = unit.token_tile * TILE::TOKENS + warp / TILE::ROW_WARPS * TILE::WARP_TOKENS;
-        if (TILE::MAX_SPLITS > 1 && task.common.splits > 1)
-            own.store_partial(task, unit, first_row, first_token);
+        const int row = warp % TILE::ROW_WARPS * TILE::WARP_ROWS, token = warp / TILE::ROW_WARPS * TILE::WARP_TOKENS;
+        if (unit.split_tile >= 0)
+            own.store_partial(task, unit, row, token);
         else
-            own.store(task, smem + end + warp * TILE::END_TOKENS * TILE::LINE, first_row, first_token);
+            own.store(task, smem + end + warp * TILE::END_TOKENS * TILE::LINE, unit.row_tile * TILE::ROWS + row,
+                      unit.token_tile * TILE::TOKENS + token);
         own.clear();
     }
     wait_copies<0>();
 }
 
-// out from the partial sums of split-K, added in the order of the splits; a thread a row of a token.
-template <typename SUM>
+// out from the partial sums of split-K, added in the order of the splits; blockIdx.x is a tile, a thread has a row of a
+// token.
+template <typename SUM, class TILE>
 __global__ void slide_mma_add_splits(const __grid_constant__ mma_task task) {
-    const int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    const int token = blockIdx.y;
-    if (row >= task.common.rows) return;
-    const int64_t stride = task.common.tokens * task.common.rows;
-    const SUM *partial = (const SUM *)task.partial + token * task.common.rows + row;
+    const mma_unit<TILE> unit(task, task.whole + blockIdx.x * task.common.splits);
+    const int at = blockIdx.y * blockDim.x + threadIdx.x;
+    const int row = unit.row_tile * TILE::ROWS + at % TILE::ROWS;
+    const int token = unit.token_tile * TILE::TOKENS + at / TILE::ROWS;
+    if (row >= task.common.rows || token >= task.common.tokens) return;
+    const SUM *partial = (const SUM *)task.partial + (int64_t)blockIdx.x * (TILE::ROWS * TILE::TOKENS) + at;
     SUM sum = 0;
-    for (int split = 0; split < task.common.splits; split++) sum += partial[split * stride];
+    for (int split = 0; split < task.common.splits; split++)
+        sum += partial[(int64_t)split * task.split * (TILE::ROWS * TILE::TOKENS)];
     const float by_token = task.common.token_scale ? task.common.token_scale[token] : 1;
     const float value = fmaf(task.common.scale[row], by_token * (float)sum, slide_bias(task.common, row));
     task.out[token * task.out_stride + row] = (uint16_t)slide_pack2(value, 0, task.common.is_bf16);

@@ -23,7 +23,7 @@ from .patterns import is_filled, meant_pattern
 from .times import SLIDE_DTYPES, times
 
 #: The widest pattern, 8:10, that int8 is multiplied as by mma.sp where nobody measured, and from how many tokens on: by
-#: an earlier form of that kernel an H100 gained 1.04 (8:10) to 1.32 (4:6) there; with 64 and 256 tokens some shapes lose.
+#: an earlier form of that kernel an H100 gained 1.04 (8:10) to 1.32 (4:6); with 64 and 256 tokens some shapes lose.
 WIDEST, LEAST_TOKENS = 5, 1024
 
 

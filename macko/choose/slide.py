@@ -22,9 +22,10 @@ from .options import Options
 from .patterns import is_filled, meant_pattern
 from .times import SLIDE_DTYPES, times
 
-#: The widest pattern, 8:10, that int8 is multiplied as by mma.sp where nobody measured, and from how many tokens on: by
-#: an earlier form of that kernel an H100 gained 1.04 (8:10) to 1.32 (4:6); with 64 and 256 tokens some shapes lose.
-WIDEST, LEAST_TOKENS = 5, 1024
+#: The widest pattern, 6:8, that int8 is multiplied as by mma.sp where nobody measured, and from how many tokens on: an
+#: H100 gained 1.02 and 1.08 (down, gate_up, 4,096 tokens). 8:10, a fifteenth slower by count, would lose; with 64 and
+#: 256 tokens some shapes of an earlier kernel lost.
+WIDEST, LEAST_TOKENS = 4, 1024
 
 
 def slide_gain(w: Tensor | PackedWeight, n: int, dtype: torch.dtype, tokens: int) -> float | None:

@@ -152,7 +152,7 @@ def plot_tokens() -> None:
     for name in ("tile", "sell"):
         curve(axis, name, [line for line in lines if line["kernel"] == name and line["tokens"] in whole])
     frame(axis, "tokens", "speed-up over dense float16", "xy")
-    save(figure, "spmm_tokens", "Half zeros: sell is for a token or two, tile for up to 128")
+    save(figure, "spmm_tokens", "Half zeros: sell is for a token or two, tile for up to 64")
 
 
 #: Kernels of records.RIVALS that are drawn.

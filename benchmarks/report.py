@@ -232,12 +232,13 @@ def told(lines: Lines, *by: str) -> Lines:
 
 #: What README says besides its table.
 CLAIMS = """\
-- That Llama in bfloat16, one sequence: **{speed:.0f} tokens a second**, dense {dense_speed:.0f}.
-- One matrix, half zero, one token, on an H200: **{paper:.2f}x** as fast as torch, geometric mean over the MACKO
-  paper's {shapes} shapes (least {least:.2f}x). The paper's bound for its format is 1.6x.
-- A dense bfloat16 model decodes **{lossless:.2f}x** as fast on an H200, [bit for bit](docs/lossless.md).
-- In vLLM on an H200, half zeros decode faster than fp8 up to **{sequences} sequences** ([figures](docs/vllm.md)).
-- One core of a Zen 5 CPU with AVX-512: **{cpu:.2f}x** for one token ([figures](docs/cpu.md))."""
+- That Llama in bfloat16, one sequence: **{speed:.0f} tokens a second**, dense {dense_speed:.0f} (with
+  `max-autotune` [{at_most:.2f}x](docs/performance.md#models-end-to-end)).
+- One float16 matrix, half zero, packed with `tokens=1`, on an H200: **{paper:.2f}x** torch, geometric mean over the
+  MACKO paper's {shapes} shapes (least {least:.2f}x); that paper's bound: 1.6x.
+- A dense bfloat16 Llama, one sequence, on an H200: **{lossless:.2f}x**, [bit for bit](docs/lossless.md).
+- In vLLM on an H200, bfloat16, half zero: faster than fp8 up to **{sequences} sequences** ([figures](docs/vllm.md)).
+- One 8192 x 8192 product, half zero, on a Zen 5 core with AVX-512: **{cpu:.2f}x** torch ([figures](docs/cpu.md))."""
 
 
 BENCH_SUMMARY = Table(
@@ -454,8 +455,8 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "sparsity where": (records.sparsity, BRIEFLY),
     "sparsity": (
         records.sparsity,
-        Table("weights | peak GB | tokens a second | ms a token | of it the GPU, ms",
-              "{title} | {peak_gb:.1f} | {speed:.0f} | {ms:.2f} ({gain:.2f}x) | {busy_ms:.2f} ({busy_gain:.2f}x)"),
+        Table("weights | peak GB | tokens a second | ms a token | GPU busy, ms",
+              "{title} | {peak_gb:.1f} | {speed:.0f}[ (dense {then:.0f})] | {ms:.2f} ({gain:.2f}x) | {busy_ms:.2f} ({busy_gain:.2f}x)"),
     ),
     "bench max": (lambda: records.bench_pairs("max", what="decode"), BENCH_SUMMARY),
     "bench where": (lambda: records.bench(compile="default"), BRIEFLY),

@@ -158,7 +158,7 @@ def _inspect_arguments(add: Any) -> None:
 
 def _tune_arguments(add: Any) -> None:
     add("source", metavar="FOLDER", nargs="?", help="a pruned checkpoint, whose shapes and densities")
-    add("--shapes", nargs="+", default=[], metavar="ROWSxCOLS", help="shapes, without a checkpoint")
+    add("--shapes", nargs="+", default=[], metavar="ROWSxCOLS", help="without a checkpoint (default: a 7B Llama's)")
     add("--densities", nargs="+", type=float, default=[0.5], help="of --shapes (default 0.5)")
     add("--dtype", choices=_DTYPES, default="float16", help="of --shapes")
     add("--device", help="cuda or cpu (default: a GPU if there is one)")
@@ -434,9 +434,10 @@ def tune(options: argparse.Namespace) -> None:
     from .measure.tune import SMALLEST
     from .measure.tune import tune as measure
 
-    if bool(options.source) == bool(options.shapes):
-        raise ValueError("give a checkpoint's folder, or --shapes")
-    for shape in options.shapes:
+    if options.source and options.shapes:
+        raise ValueError("give a checkpoint's folder or --shapes, not both")
+    shapes = options.shapes or ([] if options.source else ["4096x4096", "11008x4096", "4096x11008"])
+    for shape in shapes:
         if not all(size.isdecimal() for size in shape.split("x")) or shape.count("x") != 1:
             raise ValueError(f"--shapes has {shape!r}, expected rows x columns, as 4096x11008")
         if math.prod(map(int, shape.split("x"))) < SMALLEST:
@@ -455,7 +456,7 @@ def tune(options: argparse.Namespace) -> None:
                 for name, weight, _, size in matrices(file):
                     if "embed" not in name and is_worth_it(weight, size):
                         yield name, weight if isinstance(weight, Tensor) else weight.to_dense()
-        for shape in options.shapes:
+        for shape in shapes:
             rows, _, cols = shape.partition("x")
             for density in options.densities:
                 w = torch.randn(int(rows), int(cols), device=device, dtype=getattr(torch, options.dtype))

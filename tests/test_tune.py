@@ -482,7 +482,7 @@ def test_tuning_a_cpu_is_read_again(own_tables: Path, capsys: pytest.CaptureFixt
         us = known.us(512, 256, 0.5, HALF, tokens)
         assert {*us} == {"dense", "macko", "bitmap"}
         assert all(0.5 < each < 1e5 for each in us.values())
-    assert main(["tune"]) == 1
+    assert main(["tune", "somewhere", "--shapes", "512x256"]) == 1
 
 
 @pytest.mark.gpu

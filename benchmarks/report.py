@@ -456,7 +456,8 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "sparsity": (
         records.sparsity,
         Table("weights | peak GB | tokens a second | ms a token | GPU busy, ms",
-              "{title} | {peak_gb:.1f} | {speed:.0f}[ (dense {then:.0f})] | {ms:.2f} ({gain:.2f}x) | {busy_ms:.2f} ({busy_gain:.2f}x)"),
+              "{title} | {peak_gb:.1f} | {speed:.0f}[ (dense {then:.0f})] | {ms:.2f} ({gain:.2f}x) "
+              "| {busy_ms:.2f} ({busy_gain:.2f}x)"),
     ),
     "bench max": (lambda: records.bench_pairs("max", what="decode"), BENCH_SUMMARY),
     "bench where": (lambda: records.bench(compile="default"), BRIEFLY),

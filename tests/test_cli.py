@@ -720,6 +720,7 @@ def test_lengths_of_bench_end_with_the_models_positions(
     engine: str, lengths: list[int], dense: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nobody says them: a length that is asked for and does not fit is an error."""
+    monkeypatch.setattr(runs, "PROMPT_TOKENS_ON_CPU", runs.PROMPT_TOKENS)
     seen: list[list[int]] = []
 
     def measure(*given: Any) -> list[runs.Result]:

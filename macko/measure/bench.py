@@ -159,10 +159,15 @@ def _prompts(options: argparse.Namespace, model: Any) -> Tensor:
 def measure_all(
     side: Side, model: Any, prompts: Tensor, options: argparse.Namespace, lines: list[Line]
 ) -> list[Result]:
-    """Decoding at every batch size after the first prompt length, the prefill of one sequence at every length."""
-    results = [_decode(side, model, prompts[:batch, : options.prompt_tokens[0]], options) for batch in options.batch]
-    results += [_prefill(side, model, prompts[:1, :count]) for count in options.prompt_tokens]
-    runs.show(results)
+    """Decoding at every batch size after the first prompt length, the prefill of one sequence at every length; each is
+    printed once it is known."""
+    first, results = options.prompt_tokens[0], []
+    decoding = (_decode(side, model, prompts[:batch, :first], options) for batch in options.batch)
+    for result in itertools.chain(
+        decoding, (_prefill(side, model, prompts[:1, :count]) for count in options.prompt_tokens)
+    ):
+        runs.show([result])
+        results.append(result)
     return results
 
 

@@ -21,8 +21,10 @@ from ..nn.report import format_bytes, format_table
 from ..pruning.prune import asked_for
 from ..weights.codes import KINDS
 
-#: Lengths of prompts, where they are not given; decoding is after the first.
-PROMPT_TOKENS = (128, 32, 512, 2048)
+#: Sequences that decode at once, and lengths of prompts, where they are not given; decoding is after the first length.
+BATCHES, PROMPT_TOKENS = (1, 2, 4, 8, 16, 32, 64), (128, 32, 512, 2048)
+#: The same on a CPU, where more take hours.
+BATCHES_ON_CPU, PROMPT_TOKENS_ON_CPU = (1, 4), (32,)
 #: Where noise is as large as what is measured, it is measured so often again.
 RETRIES = 3
 
@@ -82,13 +84,15 @@ def longest(options: argparse.Namespace) -> int:
 
 
 def set_lengths(options: argparse.Namespace, positions: int | None, more: int = 0) -> None:
-    """--prompt-tokens, where they are not given, cut to the model's positions; ValueError where these are too few.
+    """--batch and --prompt-tokens, where they are not given, these cut to the model's positions; ValueError where
+    positions are too few.
 
     more: positions that a run takes besides.
     """
-    most = (positions or sys.maxsize) - more
+    most, on_gpu = (positions or sys.maxsize) - more, torch.cuda.is_available()
+    options.batch = options.batch or [*(BATCHES if on_gpu else BATCHES_ON_CPU)]
     if not options.prompt_tokens:
-        first, *others = PROMPT_TOKENS
+        first, *others = PROMPT_TOKENS if on_gpu else PROMPT_TOKENS_ON_CPU
         lengths = [max(1, min(first, most - options.new_tokens)), *(min(length, most) for length in others)]
         options.prompt_tokens = list(dict.fromkeys(lengths))
     if longest(options) > most:

@@ -176,7 +176,7 @@ def _bench_arguments(add: Any) -> None:
     add("--values", choices=VALUES, help="how values are held, of format auto; dense8 and sparse8 take fp8 and int8")
     add("--merge", action=argparse.BooleanOptionalAction, help="q, k, v as one matrix (default: on a GPU)")
     add("--batch", type=_count, nargs="+", help="sequences to decode at once (default 1 2 4 8 16 32 64, on a CPU 1 4)")
-    lengths = "prefills to time, decoding after the first (default 128 32 512 2048 or what the model takes, on a CPU 32)"
+    lengths = "prefills to time; decoding is after the first (default 128 32 512 2048 or the model's most, on a CPU 32)"
     add("--prompt-tokens", type=_count, nargs="+", help=lengths)
     add("--new-tokens", type=_count, default=32)
     add("--dtype", choices=_DTYPES, help="default: float16, on a CPU and for dense12 bfloat16")

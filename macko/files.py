@@ -371,9 +371,8 @@ class Checkpoint:
         if not files:
             raise FileNotFoundError(f"{self.path} has no *.safetensors, nor a pytorch_model.bin")
         self._slid: Slid | None = None
-        if (note := (self.path if self.path.is_dir() else self.path.parent) / NOTE).exists():
-            if not self.path.is_dir():
-                raise ValueError(f"{self.path}: {note.name} beside it says how its weights are slid: give the folder")
+        note = (self.path if self.path.is_dir() else self.path.parent) / NOTE
+        if note.exists() and self.path.is_dir():
             with _named(self.path):
                 self._slid = Slid(_json(note.read_text(encoding="utf-8"), note), self.config)
         about: dict[str, Any] = {}
@@ -401,6 +400,8 @@ class Checkpoint:
         described = self._described()
         if about == described == {} and not by_names and not self.path.is_dir() and self._is_of_sparse_folder():
             raise ValueError(f"{self.path}: what it holds is in config.json beside it: give the folder")
+        if about == described == {} and not self.path.is_dir() and note.exists():
+            raise ValueError(f"{self.path}: {note.name} beside it says how its weights are slid: give the folder")
         if about != {}:
             check_about(about, str(self.path))
         self.layers: dict[str, dict[str, Any]] = described | dict(about.get("layers") or {})
@@ -506,19 +507,20 @@ class Checkpoint:
         return weight
 
 
-#: Of the types of tensors the names in safetensors files.
-_TYPES = {
+#: Of the types of tensors the names in safetensors files; not of 4 bits, whose shapes files count otherwise.
+TYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.complex64: "C64",
 }  # fmt: skip
 #: Bytes that a tensor's entry in the header takes beside its name: 77 but for its shape.
 _ENTRY = 160
 
 
 class FolderWriter:
-    """The files of a folder, one after the other and each tensor by tensor, and then its index and config.json."""
+    """Writes a folder: its files, each a tensor at a time, and then its index and config.json."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -549,8 +551,8 @@ class FolderWriter:
             file.seek(8 + room)
 
             def write(key: str, tensor: Tensor) -> None:
-                if (kind := _TYPES.get(tensor.dtype)) is None:
-                    raise ValueError(f"{key} is {tensor.dtype}, which safetensors files do not hold")
+                if (kind := TYPES.get(tensor.dtype)) is None:
+                    raise ValueError(f"{key} is {tensor.dtype}, which macko does not write")
                 begin = file.tell() - 8 - room
                 file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
                 places = [begin, begin + tensor.nbytes]

@@ -103,12 +103,40 @@ def linear_experts(
 
     Returns:
         [tokens, rows], with an order [pairs, rows]; zeros in the rows after the last end. Differentiable in x. On a
-        GPU no host waits. A token's bits depend on no other one but by how many tokens there are in all.
+        GPU no host waits. A token's bits depend on no other one but by how many tokens there are in all; where that
+        takes dense rows (without wgmma, more than 96 tokens an expert), they are as torch's product has them.
 
     Raises:
         RuntimeError: wrong device, dtype or shape; a layout that is not of slabs; on the CPU ends that fall.
     """
     return call(torch.ops.macko.linear_experts.default, x, tensors, header, rows, ends, order, top_k, gated)
+
+
+def gated_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: int,
+    gate_up: tuple[Sequence[Tensor], Sequence[int], int],
+    down: tuple[Sequence[Tensor], Sequence[int], int],
+) -> Tensor:
+    """What a module of experts gives whose gate is silu: expert_order, both products and expert_sum in one op, as each
+    op takes the host microseconds.
+
+    Args:
+        x: [tokens, cols]. ids, weights: [tokens, top_k], of expert_order and expert_sum.
+        gate_up, down: tensors, header and rows of linear_experts.
+
+    Returns:
+        [tokens, rows of down].
+
+    Raises:
+        RuntimeError: as of the ops; ids has other tokens than x.
+        NotImplementedError: x or weights want a gradient.
+    """
+    refuse_gradients("gated_experts", x, weights)
+    op = torch.ops.macko.gated_experts.default
+    return call(op, x, ids, weights, experts, *gate_up, *down)  # type: ignore[no-any-return]
 
 
 def expert_order(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -515,7 +543,7 @@ def _(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 @torch.library.register_fake("macko::gated_experts")
 def _(x: Tensor, ids: Tensor, weights: Tensor, experts: int, *packed: Any) -> Tensor:
-    return x.new_empty(x.shape[0], packed[-1])
+    return x.new_empty(ids.shape[0], packed[-1])
 
 
 def _experts_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

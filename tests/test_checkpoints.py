@@ -357,7 +357,10 @@ def test_slid_and_back_is_every_bit(length: int, dtype: torch.dtype) -> None:
             note = Slid({"Z": 2, "L": length}, {"intermediate_size": cols})
             there = slid(w, length, align)
             assert there.float().count_nonzero() == w.float().count_nonzero()
-            back = note.undo("model.layers.0.mlp.down_proj.weight", there)
+            name = "model.layers.0.mlp.down_proj.weight"
+            assert note.undo(name, there[:0]).shape == (0, cols)
+            assert torch.equal(note.undo(name, there.double()), w.double())
+            back = note.undo(name, there)
             assert back.dtype == dtype
             assert torch.equal(back.float(), w.float())
 
@@ -423,6 +426,10 @@ def test_a_folder_of_slidesparse_that_lies_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="give the folder"):
         Checkpoint(folder / "model.safetensors")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    macko.save_model(model, folder.parent / "in" / "own.safetensors")  # says itself what it holds
+    macko.load_model(model, folder / "own.safetensors")
+    (folder / "own.safetensors").unlink()
     for zeros, length in ((1, 8), (2, 7), (2, "8"), (2, 2)):
         note.write_text(json.dumps({"Z": zeros, "L": length}))
         assert_refused("Z:L is")

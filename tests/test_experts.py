@@ -229,6 +229,17 @@ def test_op_checks(format: str) -> None:
     torch.library.opcheck(torch.ops.macko.gated_experts, at_once, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_ids_of_other_tokens_and_gradients_are_refused_at_once() -> None:
+    two = (*stacked(small(2, 96, 64), "dense12").packed, 96), (*stacked(small(2, 64, 48), "dense12").packed, 64)
+    x, ids, weights = small(5, 64), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    assert ops.gated_experts(x, ids, weights, 2, *two).shape == (5, 64)
+    for other in (ids[:3], torch.cat([ids, ids])):
+        with pytest.raises(RuntimeError, match=f"gated_experts: ids has {len(other)} rows, x has 5"):
+            ops.gated_experts(x, other, torch.rand(len(other), 2), 2, *two)
+    with pytest.raises(NotImplementedError, match="gated_experts has no gradients"):
+        ops.gated_experts(x.requires_grad_(), ids, weights, 2, *two)
+
+
 @pytest.mark.parametrize("format", ["auto", "dense12", "sparse11", "tile"])
 def test_an_expert_of_a_stack_is_a_weight_of_its_own(format: str) -> None:
     w = small(3, 80, 300)

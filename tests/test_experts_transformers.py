@@ -17,6 +17,7 @@ import macko
 from macko.choose.exponents import outside_table
 from macko.choose.options import Options
 from macko.cli import main
+from macko.measure import bench
 from macko.nn.experts import SparseExperts, Stack, UnfoldedExperts, is_experts, oriented, projections
 from tests.common import two_processes
 
@@ -185,6 +186,25 @@ def test_models_give_the_logits_of_dense(kind: str, format: str, zeros: float) -
     assert not sparse_of(model)
     assert all(torch.equal(before[key] + 0.0, tensor + 0.0) for key, tensor in model.state_dict().items())
     assert torch.equal(logits(model), wanted)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_bench_judges_experts_too(kind: str) -> None:
+    """With and without the op that makes a module at once, which no hook sees into."""
+    model, prompt = model_of(kind), torch.arange(3, 14)[None]
+    dense_bits = bench._bits(model)
+    macko.sparsify_(model, format="dense12", filter_fn=lambda module, name: "experts" in name, progress=False)
+    good = bench.check_layers(model, prompt, (1, 11), dense_bits)
+    assert [found["tokens"] for found in good] == [1, 11]
+    assert all(found["of_bound"] <= 1 and "experts" in found["layer"] for found in good)
+    assert "yes" in bench._verdict(good)
+    part = sparse_of(model)[1].gate_up_proj_packed
+    handle = part.register_forward_hook(lambda part, args, y: y * 1.1)
+    bad = bench.check_layers(model, prompt, (11,), dense_bits)
+    assert bad[0]["of_bound"] > 1
+    assert bad[0]["layer"].endswith("layers.1.mlp.experts.gate_up_proj_packed")
+    handle.remove()
+    assert "NOT KNOWN" in bench._verdict([{"tokens": 1, "of_bound": 0.0}])
 
 
 @pytest.mark.parametrize("held", [True, False])

@@ -153,7 +153,7 @@ struct ring_fetch {
     ring_walk ahead;
     bool more;
     uint32_t thread;             // within its ring
-    int row_block, slab_at;      // of a stage, whose slab the thread fetches; where that is
+    int row_block, slab_at;      // of a stage's, whose slab this thread fetches; where that is in the stage
     uint32_t ring, ring_end, to; // from that slab of the first stage on; to: of the stage
     int from, units;             // of the slab
     const uint16_t *x;           // of the token block

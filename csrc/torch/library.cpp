@@ -197,6 +197,10 @@ Tensor expert_sum(const Tensor &x_any, const Tensor &places_any, const Tensor &w
 Tensor gated_experts(const Tensor &x, const Tensor &ids, const Tensor &weights, int64_t experts,
                      const std::vector<Tensor> &gate_up, const Ints &gate_up_header, int64_t gate_up_rows,
                      const std::vector<Tensor> &down, const Ints &down_header, int64_t down_rows) {
+    const char *op = "gated_experts";
+    check_dim(op, "x", x, 2);
+    check_dim(op, "ids", ids, 2);
+    if (ids.size(0) != x.size(0)) fail(op, "ids has ", ids.size(0), " rows, x has ", x.size(0));
     const auto [order, places, ends] = expert_order(ids, experts);
     const Tensor h = linear_experts(x, gate_up, gate_up_header, gate_up_rows, ends, order, ids.size(1), false);
     return expert_sum(linear_experts(h, down, down_header, down_rows, ends, std::nullopt, 1, true), places, weights);

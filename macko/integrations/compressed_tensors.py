@@ -192,7 +192,8 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
                             raise ValueError(f"{name}: it has 8 bits, and no weight_scale")
                         yield key, tensor
 
-            parts = [f"{key.rpartition('.')[0]}.{field}" for key in keys for field in IN_FILES]
+            weights = [name for name, _, last in (key.rpartition(".") for key in keys) if last in _CODES]
+            parts = [f"{name}.{field}" for name in weights for field in IN_FILES]
             written.add(path.name, tensors(), [*keys, *parts])
         if not layers:
             raise ValueError(f"{source} has no layer of 8 bits, config.json says that it has")

@@ -135,11 +135,14 @@ def _by_shapes(expand: Any) -> Any:
         for name, module in transformer.named_modules():
             if isinstance(module, SparseLinear):  # a tensor of one element
                 shapes[f"{name}.weight"] = torch.zeros(()).expand(module.out_features, module.in_features)
+        before = vars(transformer).get("state_dict")
         transformer.state_dict = lambda: shapes
         try:
             return expand(cls, transformer, lora_state_dict)
         finally:
             del transformer.state_dict
+            if before is not None:
+                transformer.state_dict = before
 
     return _maybe_expand_lora_state_dict
 

@@ -27,7 +27,7 @@ from ..choose.auto import is_held_packed
 from ..choose.options import Options
 from ..choose.patterns import countable
 from ..choose.times import packed_share
-from ..files import Checkpoint, check_whole, join, open_tensors
+from ..files import TYPES, Checkpoint, check_whole, join, open_tensors
 from ..nn.convert import CONVERTED, convert_weight, stack_of, warn_if_unchanged
 from ..nn.experts import (
     PROJECTIONS,
@@ -660,8 +660,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8, "I8": torch.int8}
-_DTYPES |= {"I16": torch.int16, "U16": torch.uint16, "I32": torch.int32, "I64": torch.int64}
+_DTYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
 def without_content(

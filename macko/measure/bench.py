@@ -278,7 +278,14 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
         judge(name, x, weight, layer.bias, y)
 
     def compare_experts(
-        name: str, part: PackedStack, y: Tensor, x: Tensor, ends: Tensor, order: Tensor | None, top_k: int, gated: bool
+        name: str,
+        part: PackedStack,
+        y: Tensor,
+        x: Tensor,
+        ends: Tensor,
+        order: Tensor | None = None,
+        top_k: int = 1,
+        gated: bool = False,
     ) -> None:
         if order is not None:
             x = x[order // top_k]
@@ -322,8 +329,10 @@ def _verdict(worst: list[Line]) -> str:
     """What check_layers found, for people; the lines of --json have each number of tokens."""
     largest = max(worst, key=lambda found: found["of_bound"])
     tokens = f"{largest['tokens']} token{'s' if largest['tokens'] > 1 else ''}"
+    if "layer" not in largest:
+        return "outputs of each layer equal to dense but for rounding: NOT KNOWN, no packed layer was called"
     outcome = "yes" if largest["of_bound"] <= 1 else "NO, THEY ARE WRONG"
-    where = f"worst {largest['of_bound']:.2g} of the bound, at {tokens}, {largest.get('layer', 'in no layer')}"
+    where = f"worst {largest['of_bound']:.2g} of the bound, at {tokens}, {largest['layer']}"
     return f"outputs of each layer equal to dense but for rounding: {outcome} ({where})"
 
 

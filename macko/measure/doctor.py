@@ -48,7 +48,7 @@ def _test_experts(w: Tensor, x: Tensor) -> None:
     total = ops.expert_sum(y, places, weights).double()
     assert torch.equal(total, torch.cat([-wanted[:1], wanted[1:]]) / 2), "expert_sum is off"
     total = ops.expert_sum(ops.linear_experts(y, *down.packed, rows, ends, gated=True), places, weights)
-    at_once = torch.ops.macko.gated_experts(x, ids, weights, 2, *stack.packed, rows, *down.packed, rows)
+    at_once = ops.gated_experts(x, ids, weights, 2, (*stack.packed, rows), (*down.packed, rows))
     assert torch.equal(at_once, total), "gated_experts is off"
 
 

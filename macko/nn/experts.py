@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..choose.auto import sparse11_of, too_many_listed
 from ..choose.options import Options
-from ..ops import call, expert_order, expert_sum, linear_experts
+from ..ops import expert_order, expert_sum, gated_experts, linear_experts
 from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
 from ..weights.registry import ROUNDED_EXPERTS, not_a_stack
 from ..weights.slab import SlabWeight
@@ -24,7 +24,6 @@ from .linear import SparseLinear, as_extra_state, autocast_dtype, unsupported, w
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 #: What transformers' use_experts_implementation notes on a module: then these say all that has to be known of it.
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-_GATED_EXPERTS = torch.ops.macko.gated_experts.default
 #: An expert begins at a row block of slabs.
 ROW_BLOCK = 64
 
@@ -146,7 +145,8 @@ class PackedStack(nn.Module):
     """The tensors of a Stack, so that the experts' module moves, copies and saves them as any.
 
     They are persistent buffers, though not every file has them: when from_pretrained is done it puts empty memory in
-    the place of all others. vLLM fills with random numbers what is persistent, and wants them otherwise.
+    the place of all others. vLLM fills persistent buffers with random numbers, so for it they
+    are not persistent.
     """
 
     def __init__(self, stack: Stack, persistent: bool = True) -> None:
@@ -170,6 +170,11 @@ class PackedStack(nn.Module):
     ) -> Tensor:
         """The products of macko.ops.linear_experts."""
         return linear_experts(x, *self.packed, ends, order, top_k, gated)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody has to see the product made here: a hook, or a forward of accelerate's."""
+        return bool(self._forward_hooks or self._forward_pre_hooks or "forward" in vars(self))
 
     @property
     def packed(self) -> tuple[list[Tensor], tuple[int, ...], int]:
@@ -312,8 +317,9 @@ class SparseExperts(nn.Module):
         if top_k_weights.dtype not in (x.dtype, torch.float32):
             top_k_weights = top_k_weights.float()
         gated, normed = self._gates_by_silu(), getattr(self, "has_post_expert_norm", False)
-        if gated and not (self.has_bias or normed or torch.is_grad_enabled()):
-            y = call(_GATED_EXPERTS, x, top_k_index, top_k_weights, self.num_experts, *first.packed, *last.packed)
+        at_once = not (self.has_bias or normed or torch.is_grad_enabled() or first.is_watched or last.is_watched)
+        if gated and at_once:
+            y = gated_experts(x, top_k_index, top_k_weights, self.num_experts, first.packed, last.packed)
             return y.to(hidden_states.dtype)
         order, places, ends = expert_order(top_k_index, self.num_experts)
         h = self._biased(names[0], first(x, ends, order, top_k_index.shape[1]), top_k_index, order)

@@ -29,7 +29,7 @@ _COLUMNS = {
 }
 #: Their script slides whatever has one of these in its name.
 _SLID = (*_COLUMNS, "wqkv", "w13", "w2", "wo")
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Slid:
@@ -74,7 +74,7 @@ class Slid:
         (cols,), wide = others, 2 * self.length - 4
         groups = -(-cols // self.length)
         bits = weight.contiguous().view(_BITS[weight.element_size()])
-        windows = bits[:, : groups * wide].reshape(rows, groups, -1, 4)
+        windows = bits[:, : groups * wide].reshape(rows, groups, wide // 4, 4)
         dense, taken = (torch.zeros(rows, groups, self.length, dtype=kind) for kind in (bits.dtype, torch.uint8))
         for window in range(windows.shape[2]):
             place = slice(2 * window, 2 * window + 4)
@@ -94,5 +94,6 @@ class Slid:
             heads, size = config.get("num_attention_heads"), config.get("head_dim")
             found = heads * size if isinstance(heads, int) and isinstance(size, int) else hidden
         if not isinstance(found, int) or found < 1:
+            key = "hidden_size, or num_attention_heads and head_dim," if key == "heads" else key
             raise ValueError(f"config.json says of {key} {found!r}: how many columns {name} had is not known")
         return found

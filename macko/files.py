@@ -515,6 +515,8 @@ TYPES = {
     torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.complex64: "C64",
 }  # fmt: skip
+#: Bytes of a header that safetensors reads.
+MOST_HEADER = 100_000_000
 #: Bytes that a tensor's entry in the header takes beside its name: 77 but for its shape.
 _ENTRY = 160
 
@@ -545,6 +547,8 @@ class FolderWriter:
             checksums: CRC-32 by the name of the weight, complete after the last tensor.
         """
         room = 512 + sum(2 * len(json.dumps(key)) + _ENTRY for key in may_come) & ~63
+        if room > MOST_HEADER:
+            raise ValueError(f"{name}: its header may take {room:,} bytes, of at most {MOST_HEADER:,}: use more files")
         about: dict[str, Any] = {}
         small: list[tuple[str, Tensor]] = []
         with open(self.folder / name, "wb") as file:

@@ -433,7 +433,7 @@ def test_a_file_is_aligned_and_none_where_nothing_comes(tmp_path: Path) -> None:
             assert read.data_ptr() % tensor.element_size() == 0
     with pytest.raises(ValueError, match=r"c is torch.complex128, which macko does not write"):
         writer.add("no.safetensors", [("c", torch.zeros(2, dtype=torch.complex128))], ["c"])
-    with pytest.raises(ValueError, match=r"much.safetensors: its header may take 100,\d+,\d+ bytes, of at most 100,000,0"):
+    with pytest.raises(ValueError, match=r"much.safetensors: its header may take 100,\d+,\d+ bytes, of at most"):
         writer.add("much.safetensors", [], ["x" * 50_000_000])
 
 

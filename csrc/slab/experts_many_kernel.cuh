@@ -331,24 +331,12 @@ cudaError_t multiply_experts_many(const slab_weight<CODEC> &w, const slab_expert
     cudaError_t error = sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.x, w.cols, p.tokens,
                                               p.x_stride * 2, MACKO_SLAB_TILE_COLS, EXPERTS_BOX);
     if (!error) error = allow_all_shared_memory<kernel>(device);
-    const int shared_bytes = macko_slab_many_shared_bytes(SHAPE::plain(), task.stages);
     int clusters = 0;
     if (!error)
         error = max_active_clusters<kernel, MACKO_SLAB_CLUSTER_BLOCKS>(
             device, MACKO_SLAB_CLUSTER_BLOCKS, SHAPE::THREADS, device.shared_bytes - 1024, &clusters);
     if (error) return error;
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {MACKO_SLAB_CLUSTER_BLOCKS, 1, 1};
-    attributes[1] = pdl_attribute();
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)(clusters * MACKO_SLAB_CLUSTER_BLOCKS));
-    config.blockDim = dim3(SHAPE::THREADS);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = p.stream;
-    config.attrs = attributes;
-    config.numAttrs = may_use_pdl(p.stream, SHAPE::THREADS) ? 2 : 1;
-    return cudaLaunchKernelEx(&config, kernel, task);
+    return launch_clusters<SHAPE>(kernel, task, clusters, task.stages, p.stream);
 }
 
 } // namespace

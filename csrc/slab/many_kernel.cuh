@@ -749,5 +749,23 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_many_kernel(const __gr
 #endif
 }
 
+// Launches so many clusters of a kernel of this shape, whose task is its one argument.
+template <class SHAPE, class TASK>
+cudaError_t launch_clusters(void (*kernel)(TASK), const TASK &task, int64_t clusters, macko_slab_many_stages stages,
+                            cudaStream_t stream) {
+    cudaLaunchAttribute attributes[2]{};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {MACKO_SLAB_CLUSTER_BLOCKS, 1, 1};
+    attributes[1] = pdl_attribute();
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3((unsigned)(clusters * MACKO_SLAB_CLUSTER_BLOCKS));
+    config.blockDim = dim3(SHAPE::THREADS);
+    config.dynamicSmemBytes = macko_slab_many_shared_bytes(SHAPE::plain(), stages);
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = may_use_pdl(stream, SHAPE::THREADS) ? 2 : 1;
+    return cudaLaunchKernelEx(&config, kernel, task);
+}
+
 } // namespace
 } // namespace macko

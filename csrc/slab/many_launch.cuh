@@ -98,18 +98,7 @@ cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
                                       output.rows, p.tokens, output.rows * 2, MACKO_SLAB_ROWS, SHAPE::OUT_BOX);
     }
     if (error) return error;
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {MACKO_SLAB_CLUSTER_BLOCKS, 1, 1};
-    attributes[1] = pdl_attribute();
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)(plan.schedule.clusters * MACKO_SLAB_CLUSTER_BLOCKS));
-    config.blockDim = dim3(SHAPE::THREADS);
-    config.dynamicSmemBytes = macko_slab_many_shared_bytes(SHAPE::plain(), task.stages);
-    config.stream = p.stream;
-    config.attrs = attributes;
-    config.numAttrs = may_use_pdl(p.stream, SHAPE::THREADS) ? 2 : 1;
-    return cudaLaunchKernelEx(&config, slab_many_kernel<CODEC, SHAPE>, task);
+    return launch_clusters<SHAPE>(slab_many_kernel<CODEC, SHAPE>, task, plan.schedule.clusters, task.stages, p.stream);
 }
 
 template <class CODEC>

@@ -485,6 +485,28 @@ def test_tuning_a_cpu_is_read_again(own_tables: Path, capsys: pytest.CaptureFixt
     assert main(["tune", "somewhere", "--shapes", "512x256"]) == 1
 
 
+def test_the_support_page_has_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the GB/s, SMs and GHz that are published for each GPU; least and most gains of its row."""
+    page = (Path(__file__).parent.parent / "docs/support.md").read_text()
+    for row, most_tokens, gpus in (
+        ("8.0", 32, [(8, 0, 1555 / 108 / 1.41), (8, 0, 2039 / 108 / 1.41)]),
+        ("8.6", 32, [(8, 6, 936 / 82 / 1.695), (8, 9, 1008 / 128 / 2.52), (8, 9, 864 / 142 / 2.52)]),
+        ("12.0", 32, [(12, 0, 1792 / 170 / 2.41), (12, 1, 273 / 48 / 2.5)]),
+    ):
+        found: dict[tuple[str, bool], set[float]] = {}
+        for format, tokens, (major, minor, rate) in itertools.product(
+            ("tile", "dense12"), (1, 8, 16, 32, 128, 256, 512), gpus
+        ):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, at=(major, minor): at)
+            monkeypatch.setattr(counted, "bytes_a_clock", lambda device, rate=rate: rate)
+            key = ("" if tokens > most_tokens else format, tokens > most_tokens)
+            found.setdefault(key, set()).add(round(counted.gain(format, 0.5, tokens, torch.device("cuda")), 1))
+        texts = {key: f"{min(of)}x" + (f" to {max(of)}x" if len(of) > 1 else "") for key, of in found.items()}
+        line = next(line for line in page.splitlines() if line.startswith(f"| {row}"))
+        assert f"counted: tile {texts['tile', False]}, dense12 {texts['dense12', False]}" in line
+        assert f"| counted: {texts['', True]} |" in line
+
+
 @pytest.mark.gpu
 @needs_capture
 def test_autotune_measures_and_is_read_again(own_tables: Path) -> None:

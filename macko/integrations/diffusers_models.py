@@ -153,7 +153,7 @@ def _placed(load: Any) -> Any:
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(kwargs.get("quantization_config"), "offload", False):
             return load(cls, *args, **kwargs)
-        from .placing import PLACING, dispatch
+        from .placing import AUTOMATIC, PLACING, dispatch
         from .transformers import OFFLOADS
 
         placing = {name: kwargs.pop(name, None) for name in PLACING}
@@ -163,8 +163,7 @@ def _placed(load: Any) -> Any:
         finally:
             OFFLOADS.reset(token)
         model, places = found[0] if isinstance(found, tuple) else found, placing["device_map"]
-        automatic = isinstance(places, str) and places in ("auto", "balanced", "balanced_low_0", "sequential")
-        kept = model._get_no_split_modules(places) if automatic else ()
+        kept = model._get_no_split_modules(places) if places in AUTOMATIC else ()
         dispatch(model, kept, getattr(model, "_skip_keys", None), **placing)
         return found
 

@@ -9,6 +9,8 @@ from ..nn.offload import offloadable_
 
 #: Arguments of from_pretrained that say where parts of a model go.
 PLACING = ("device_map", "max_memory", "offload_folder", "offload_buffers")
+#: Of device_map: accelerate makes the map.
+AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def dispatch(
@@ -31,7 +33,7 @@ def dispatch(
     offloadable_(model)
     if device_map is None:
         return
-    if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+    if device_map in AUTOMATIC:
         device_map = infer_auto_device_map(model, max_memory, no_split_module_classes=list(not_split))
     places = device_map if isinstance(device_map, dict) else {"": device_map}
     dispatch_model(model, places, offload_dir=offload_folder, offload_buffers=bool(offload_buffers), skip_keys=skipped)

@@ -46,7 +46,7 @@ KNOWN = (
     Known("delta = __funnelshift_r(", "cluster.sync()", "ec: stages are a warp's own, the blocks meet for their sums"),
     Known("reader.template load_next<STEP, TILE>(", "release(previous)", "few: of the stage after the released one"),
     Known("reader.template prepare<", "release(previous)", "few: of the stage after the released one"),
-    Known("sm90::ldmatrix_x4(", "release(previous)", "few: of the stage after the released one"),
+    Known("ldmatrix_x4(", "release(previous)", "few: of the stage after the released one"),
     Known("reader.template prepare<", "memory.may_send", "few: after the last stage it is prepared for nothing"),
     Known("read_32(next, at + 4)", "", "sparse11 reads on after a list's end, which nobody uses"),
     # In nine kernels of dense12 and sparse11 loads have the line of what stands before them, which loads nothing. They
@@ -54,7 +54,7 @@ KNOWN = (
     Known("high1 = byte_permute(table[0]", "release_slab(stage)", "many: of the slab after the released one"),
     Known("if (STEP == 2) release(last_stage)", "release_slab(stage)", "many: of the slab after the released one"),
     Known("reader.", "X_EMPTY + stage * 8", "many: they are of slabs, what is released are tokens"),
-    Known("multiply_tile(", "release(last_stage)", "many: the stage had tokens, which tensor cores alone read"),
+    Known("multiply_tile(", "release(own.last_stage)", "many: the stage had tokens, which tensor cores alone read"),
     Known("reader.template prepare<STEP>(", "release_slab(stage)", "many: of the slab after the released one"),
     Known("reader.", "named_barrier_arrive(", "many: a warpgroup waits for the other, or a store for sums"),
     Known("reader.", "barrier_arrive_expect_tx(exchanged", "many: that announces bytes for a stage of tokens"),

@@ -1,7 +1,5 @@
 // Kernels of what stands before a product: input.h says what they give.
 #include "input.h"
-
-#include "../core/sm90.cuh"
 #include "rows.cuh"
 
 using namespace macko;
@@ -16,7 +14,7 @@ constexpr int KEPT = 4;           // vectors of 8 columns that a thread holds fr
 __device__ __forceinline__ void start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
-    sm90::pdl_wait();
+    pdl_wait();
 #endif
 }
 
@@ -96,14 +94,8 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, c
                    const Arguments &...arguments) {
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
-    cudaLaunchAttribute attribute = pdl_attribute();
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)blocks);
-    config.blockDim = dim3(threads);
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = device.major >= 9 && may_use_pdl(stream, 0);
-    return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+    return launch_kernel(kernel, {blocks, threads, 0, device.major >= 9 && may_use_pdl(stream, 0)}, stream,
+                         arguments...);
 }
 
 } // namespace

@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
         __syncwarp();
     } else {
         fetch_header<N>(m, block, warp, lane, headers[consumer_group], x_shared, base);
-        sm90::pdl_wait(); // from here on, x may be read
+        pdl_wait(); // from here on, x may be read
         interleave<T, N>(x, launch.tokens, cols, x_shared, threadIdx.x, consumer_warps * WARP);
         wait_copies<0>();
     }
@@ -312,20 +312,16 @@ cudaError_t launch_spmm(const macko_sell_matrix &m, sell_launch launch, int shar
     cudaError_t error = current_device(&device);
     if (!error) error = allow_all_shared_memory<spmm<T, GAP_BITS, N>>(device);
     if (error) return error;
-    cudaLaunchAttribute attribute = pdl_attribute();
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)ceil_div(m.num_blocks, launch.consumer_groups));
-    config.blockDim = dim3(launch.consumer_groups * (m.warps + 1) * WARP);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = may_use_pdl(stream, config.blockDim.x) ? 1 : 0;
+    const int threads = launch.consumer_groups * (m.warps + 1) * WARP;
+    const bool pdl = may_use_pdl(stream, threads);
     // The fewer stages are asked for before x, the sooner it arrives: 2 where decoding takes longer than the weights need from
     // memory, or where blocks have few stages; else 3. H200, with PDL, 2 / 3 / all: 7.48 / 8.03 / 8.35 us for 4 tokens
     // (4096 x 4096, density 0.3), 5.68 / 6.06 / 6.31 for 2, 21.2 / 20.7 / 21.0 for 2 (8192 x 8192, density 0.5).
-    const bool few = config.numAttrs && m.slots <= (int64_t)10 * m.num_blocks * m.warps;
+    const bool few = pdl && m.slots <= (int64_t)10 * m.num_blocks * m.warps;
     launch.pipeline = pipeline_of(m, launch.pipeline.stages, N > 2 || few ? 2 : 3);
-    return cudaLaunchKernelEx(&config, spmm<T, GAP_BITS, N>, launch, m, x, bias, y);
+    return launch_kernel(spmm<T, GAP_BITS, N>,
+                         {ceil_div(m.num_blocks, launch.consumer_groups), threads, shared_bytes, pdl}, stream, launch,
+                         m, x, bias, y);
 }
 
 template <typename T, int GAP_BITS>

@@ -139,7 +139,7 @@ __device__ __forceinline__ void stage_input(const sell_pipeline &pipeline, const
         ((uint4 *)x_shared)[i] = make_uint4(0, 0, 0, 0);
 #if __CUDA_ARCH__ >= 900
     if (INPUT == RMS_NORM && blockIdx.x == 0 && threadIdx.x == 0) sm90::bulk_prefetch_l2(norm.weight, cols * 2);
-    sm90::pdl_wait();
+    pdl_wait();
 #endif
     if constexpr (INPUT == RMS_NORM) {
         stage_normalised((uint4 *)x_shared, x, norm, cols, threads, (float *)(x_shared + macko_sell_x_bytes(cols)));
@@ -378,15 +378,8 @@ cudaError_t launch_spmv(const macko_sell_matrix &m, const macko_sell_shape &shap
     // earlier.
     if (!pdl) pipeline.before_pdl_wait = macko_sell_min(macko_knob_number(MACKO_KNOB_EARLY, 1), stages);
     if (COPY == BULK && INPUT == AS_IT_IS && m.cols > LONG_X) pipeline.x_split = (int)ceil_div(m.cols, 128) * 8;
-    cudaLaunchAttribute attribute = pdl_attribute();
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(m.num_blocks);
-    config.blockDim = dim3((m.warps + (COPY == BULK)) * WARP);
-    config.dynamicSmemBytes = shape.shared_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = pdl ? 1 : 0;
-    return cudaLaunchKernelEx(&config, KERNEL, pipeline, m, x, bias, y, norm);
+    return launch_kernel(KERNEL, {m.num_blocks, (m.warps + (COPY == BULK)) * WARP, shape.shared_bytes, pdl}, stream,
+                         pipeline, m, x, bias, y, norm);
 }
 
 template <typename T, int GAP_BITS>

@@ -211,7 +211,7 @@ struct sell_producer {
             }
         };
         fetch(0, pipeline.before_pdl_wait);
-        sm90::pdl_wait();
+        pdl_wait();
         late_x.fetch();
         fetch(pipeline.before_pdl_wait, pipeline.stages);
         pdl_launch_dependents();

@@ -18,7 +18,7 @@
 //                  while the one before it is multiplied, in steps 0 to 3; load_next: what step + 1 wants; make:
 //                  operand A of a step; move_1_to_0: the tile that was prepared as 1 is 0 from then on
 //     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh). open: a slab; skip_half: to its third
-//                  tile; prepare_first: a tile with none before it; advance: to the tile that is prepared
+//                  tile; advance: to the tile that is prepared
 //
 // It is in codec.cuh of a folder of ../codecs, after with_weight(m, run), which calls run(slab_weight) of the matrix m with
 // the codec of its types. Reader functions are templates of the step, and of which of two
@@ -44,6 +44,27 @@ struct slab_weight {
     int64_t units; // of data
     typename CODEC::constants constants;
 };
+
+// few_reader, or of two neighbouring tiles (HALF) half_reader.
+template <class CODEC, bool HALF>
+struct few_reader_of {
+    using type = typename CODEC::few_reader;
+    static constexpr int STEPS = CODEC::STEPS;
+};
+template <class CODEC>
+struct few_reader_of<CODEC, true> {
+    using type = typename CODEC::half_reader;
+    static constexpr int STEPS = CODEC::HALF_STEPS;
+};
+
+// A tile with none before it. TILE: of a reader of few tokens, which of two.
+template <int... TILE, class READER, typename... ARGUMENTS>
+__device__ __forceinline__ void prepare_tile(READER &reader, const ARGUMENTS &...arguments) {
+    reader.template prepare<0, TILE...>(arguments...);
+    reader.template prepare<1, TILE...>(arguments...);
+    reader.template prepare<2, TILE...>(arguments...);
+    reader.template prepare<3, TILE...>(arguments...);
+}
 
 // d += a b of a warp, 16 x 16 by 16 x 8, from compute capability 8.0 on.
 template <typename T>

@@ -53,8 +53,8 @@ struct column_reader {
             lanes[TILE].load(0, words[0], numbers.four);
         lanes[TILE].load(1, words[1], numbers.four);
     }
-    template <int STEP, int TILE>
-    __device__ __forceinline__ void load_behind() {
+    template <int STEP, int TILE, class CONSTANTS>
+    __device__ __forceinline__ void load_next(uint32_t, const CONSTANTS &) {
         if (STEP < 3) lanes[TILE].load(STEP + 2, words[STEP + 2], numbers.four, HALF && TILE == 0);
     }
     __device__ __forceinline__ void move_1_to_0() {
@@ -63,9 +63,15 @@ struct column_reader {
 };
 
 // Of a reader of many tokens: the slice's values and the lane's start; of the tile that is prepared where its values begin.
+template <class LANE, class NUMBERS>
 struct column_stream {
     uint32_t values, start, column, at;
+    NUMBERS numbers;
+    LANE here, next;
+    uint32_t words[COLUMN_STEPS + 1][3];
 
+    __device__ __forceinline__ explicit column_stream(const NUMBERS &numbers) : numbers(numbers) {
+    }
     __device__ __forceinline__ void begin(int lane) {
         column = values + lane * 4;
         at = 0;
@@ -73,6 +79,23 @@ struct column_stream {
     __device__ __forceinline__ void spill() {
         column = values + (start >> 8 & 0xff);
         at = (start & 0xff) * 8;
+    }
+    __device__ __forceinline__ void go_on(bool to_second_half) {
+        here = next;
+        at = next.at[COLUMN_STEPS];
+        if (to_second_half) spill();
+    }
+    __device__ __forceinline__ void place_next() {
+        next.at[0] = at;
+        next.column = column;
+    }
+    __device__ __forceinline__ void load_first() {
+        next.load(0, words[0], numbers.four);
+        next.load(1, words[1], numbers.four);
+    }
+    template <int STEP, class CONSTANTS>
+    __device__ __forceinline__ void load_next(const CONSTANTS &) {
+        if (STEP < 3) here.load(STEP + 2, words[STEP + 2], numbers.four);
     }
 };
 

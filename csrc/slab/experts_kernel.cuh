@@ -239,15 +239,8 @@ cudaError_t launch_experts(const experts_task<CODEC> &task, const macko_experts_
     using SHAPE = ring_shape<TOKENS, MACKO_RING_WIDE>;
     constexpr auto kernel = slab_experts_kernel<CODEC, SHAPE>;
     if (const cudaError_t error = allow_all_shared_memory<kernel>(device, 100)) return error;
-    cudaLaunchAttribute attribute = pdl_attribute();
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)plan.blocks);
-    config.blockDim = dim3(SHAPE::THREADS);
-    config.dynamicSmemBytes = plan.shared_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = device.major >= 9 && may_use_pdl(stream, SHAPE::THREADS) ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, task);
+    const bool pdl = device.major >= 9 && may_use_pdl(stream, SHAPE::THREADS);
+    return launch_kernel(kernel, {plan.blocks, SHAPE::THREADS, plan.shared_bytes, pdl}, stream, task);
 }
 
 template <class CODEC>

@@ -20,10 +20,11 @@ namespace {
 
 template <class CODEC>
 struct experts_many_task {
+    using T = typename CODEC::T;
     CUtensorMap x; // boxes of MACKO_SLAB_TILE_COLS columns by EXPERTS_BOX tokens
     const uint8_t *data;
     const int32_t *offsets, *ends;
-    typename CODEC::T *y;
+    T *y;
     int64_t rows;
     int tokens, experts, row_blocks, slabs;
     int slab_units; // of every slab, if SAME_SIZE
@@ -141,13 +142,6 @@ __device__ __forceinline__ void fetch_experts_slabs(const experts_many_task<CODE
     }
 }
 
-// An 8 x 8 matrix of 16-bit numbers of a warp, transposed.
-__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
-    uint32_t other;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
-    return other;
-}
-
 // Rounds and stores a warpgroup's sums: 16 rows of a token, all of a sector, from four lanes.
 template <int TOKENS, class CODEC>
 __device__ __forceinline__ void store_experts_sums(const experts_many_task<CODEC> &task, const experts_many_walk &item,
@@ -170,9 +164,9 @@ __device__ __forceinline__ void store_experts_sums(const experts_many_task<CODEC
         for (int k = 0; k < 2; k++) {
             const float *sum = sums + eight * 4 + 2 * k;
             if constexpr (CODEC::SCALED)
-                words[k] = transposed(from_float2<T>(sum[0] * scale[k], sum[1] * scale[k]));
+                words[k] = movmatrix(from_float2<T>(sum[0] * scale[k], sum[1] * scale[k]));
             else
-                words[k] = transposed(from_float2<T>(sum[0], sum[1]));
+                words[k] = movmatrix(from_float2<T>(sum[0], sum[1]));
         }
         const uint32_t other = __shfl_xor_sync(FULL_WARP, odd ? words[0] : words[1], 1);
         if (eight * 8 + lane / 4 < item.count && row < task.rows)
@@ -185,78 +179,35 @@ template <int TOKENS, class SHAPE, class CODEC>
 __device__ __forceinline__ void multiply_item(const experts_many_task<CODEC> &task, uint32_t smem,
                                               const experts_many_walk &item, int rank, int warpgroup,
                                               sm90::pipeline_state &x, sm90::pipeline_state &slabs) {
-    const int thread = threadIdx.x % MACKO_SLAB_WARPGROUP, slice = macko_slab_uniform(thread / WARP);
-    const uint64_t tokens = sm90::smem_descriptor<128>(smem + SHAPE::X);
-    const uint32_t slabs_at = smem + SHAPE::X + task.stages.x * SHAPE::STAGE_BYTES;
-    int last_stage = -1;
-    const auto release = [&](int stage) {
-        if (stage < 0 || (RELEASES == 1 && thread)) return;
-        sm90::barrier_arrive(smem + SHAPE::X_EMPTY + stage * 8);
-        sm90::barrier_arrive_remote(smem + SHAPE::X_EMPTY + stage * 8, rank ^ 1);
-    };
+    tile_consumer<SHAPE, experts_many_task<CODEC>> own(task, smem, rank, warpgroup);
+    own.x = x, own.slabs = slabs;
     float sums[TOKENS / 2];
     uint32_t a[4][4];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) sums[i] = 0;
     sm90::warpgroup_fence_operand(sums);
     typename CODEC::many_reader reader(task.weights);
-    const auto open_slab = [&] {
-        reader.open(slabs_at + (slabs.stage * SHAPE::ROW_BLOCKS + warpgroup) * task.stages.slab_bytes, slice,
-                    thread % WARP);
-    };
-    const auto wait_for_slab = [&] {
-        sm90::barrier_wait(smem + SHAPE::SLAB_FULL + (slabs.stage * SHAPE::ROW_BLOCKS + warpgroup) * 8, slabs.phase);
-    };
-    wait_for_slab();
-    open_slab();
-    reader.prepare_first(task.weights);
-    const auto multiply_tile = [&](int in_slab, bool more) {
-        reader.advance(in_slab == MACKO_SLAB_HALF_TILES - 1);
-        if (in_slab == MACKO_SLAB_TILES - 1) open_slab();
-        const uint64_t b = tokens + x.stage * (SHAPE::STAGE_BYTES >> 4);
-        const auto multiply = [&](auto step) {
-            constexpr int STEP = decltype(step)::value;
-            reader.template load_next<STEP>(task.weights);
-            if (STEP == 0) {
-                reader.template prepare<STEP>(task.weights);
-                sm90::consumer_wait(smem + SHAPE::X_FULL, x);
-            }
-            if (STEP == 1 && in_slab == MACKO_SLAB_TILES - 2 && more) {
-                slabs.advance(task.stages.slabs);
-                wait_for_slab();
-            }
-            if (STEP > 0) reader.template prepare<STEP>(task.weights);
-            if (STEP % 2 == 0) sm90::warpgroup_wait<1>();
-            if (STEP == 2) release(last_stage);
-            reader.template make<STEP>(a, task.weights);
-            multiply_pair<typename CODEC::T, TOKENS, STEP>(sums, a, b);
-        };
-        multiply(std::integral_constant<int, 0>());
-        multiply(std::integral_constant<int, 1>());
-        multiply(std::integral_constant<int, 2>());
-        multiply(std::integral_constant<int, 3>());
-        last_stage = x.stage;
-        x.advance(task.stages.x);
-    };
+    own.wait_for_slab();
+    own.open_slab(reader);
+    prepare_tile(reader, task.weights);
     const bool lags = task.stages.x > SHAPE::LAG;
     const int waits_at = lags && warpgroup ? 1 : 0;
 #pragma unroll 1
     for (int left = task.slabs; left > 0; left--) {
-        const int stage = slabs.stage;
+        const int stage = own.slabs.stage;
 #pragma unroll
         for (int in_slab = 0; in_slab < MACKO_SLAB_TILES; in_slab++) {
             if (in_slab == MACKO_SLAB_TILES - SHAPE::LAG && left == waits_at) named_barrier_sync(FIRST_THROUGH, 256);
-            multiply_tile(in_slab, left > 1);
+            own.template multiply_tile<TOKENS>(reader, sums, a, in_slab, left > 1);
         }
-        __syncwarp();
-        if (sm90::WARP_ARRIVALS > 1 || thread % WARP == 0)
-            sm90::barrier_arrive(smem + SHAPE::SLAB_EMPTY + (stage * SHAPE::ROW_BLOCKS + warpgroup) * 8);
+        own.release_slab(stage);
     }
     if (lags && warpgroup == 0) named_barrier_arrive(FIRST_THROUGH, 256);
-    slabs.advance(task.stages.slabs);
+    own.slabs.advance(task.stages.slabs);
     sm90::warpgroup_wait<0>();
     sm90::warpgroup_fence_operand(sums);
-    release(last_stage);
+    own.release(own.last_stage);
+    x = own.x, slabs = own.slabs;
     store_experts_sums<TOKENS>(task, item, item.row_block(rank, warpgroup), sums);
 }
 

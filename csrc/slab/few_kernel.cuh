@@ -127,15 +127,6 @@ struct few_memory {
     uint32_t stages, sums, split_sums;                 // sums: of the warpgroups; of blocks that share a row block
 };
 
-template <class CODEC, bool HALVES>
-struct few_reader_of {
-    using type = typename CODEC::few_reader;
-};
-template <class CODEC>
-struct few_reader_of<CODEC, true> {
-    using type = typename CODEC::half_reader;
-};
-
 template <int TOKENS, class CODEC>
 __host__ __device__ inline few_memory memory_of(const few_task<CODEC> &task, uint32_t base) {
     using SHAPE = few_shape<TOKENS, CODEC>;
@@ -286,7 +277,7 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
         }
         __syncwarp();
         // Weights may be fetched before the kernel before this one is done (PDL), tokens not.
-        if (count == 0) sm90::pdl_wait();
+        if (count == 0) pdl_wait();
         if (lane < task.boxes)
             sm90::tma_load(at + task.tokens_at + lane * task.token_bytes, &task.x,
                            task.boxes == 1 ? 0 : (slab * MACKO_SLAB_TILES + lane) * MACKO_SLAB_TILE_COLS, 0,
@@ -407,10 +398,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
             few_split(task.partition[cluster >= task.more], task.cluster, nth + threadIdx.x, task.slabs);
     if (stages_left) {
         sm90::barrier_wait(here.full, here.phase);
-        reader.template prepare<0, 0>(here.slab, task.weights);
-        reader.template prepare<1, 0>(here.slab, task.weights);
-        reader.template prepare<2, 0>(here.slab, task.weights);
-        reader.template prepare<3, 0>(here.slab, task.weights);
+        prepare_tile<0>(reader, here.slab, task.weights);
     }
     // How many slabs of its first and second row block the share has.
     const int in_first = min(work.end, (nth + 1) * task.slabs) - work.start,
@@ -478,7 +466,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
             const auto multiply_half = [&](auto tile, auto next) {
                 constexpr int TILE = decltype(tile)::value, NEXT = decltype(next)::value;
                 uint32_t x[2][4];
-                for (int i = 0; i < 2; i++) sm90::ldmatrix_x4(x[i], here.slab + x_at[TILE][i]);
+                for (int i = 0; i < 2; i++) ldmatrix_x4(x[i], here.slab + x_at[TILE][i]);
                 const auto take = [&](auto step) {
                     constexpr int STEP = decltype(step)::value;
                     reader.template load_next<STEP, TILE>(here.slab, task.weights);
@@ -558,7 +546,7 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
             sm90::warpgroup_fence_operand(sums);
         }
         release(previous);
-        if (!round) sm90::pdl_wait(); // before y is written
+        if (!round) pdl_wait(); // before y is written
         // The sums of the four warpgroups, in shared memory: [tile][fours][thread] of four floats. Where the row block
         // is split, what they add up to goes on to the block that adds it to that of the others.
         const int output = output_of(first_row);
@@ -816,18 +804,9 @@ cudaError_t launch(const slab_weight<CODEC> &w, const slab_product &p, const dev
                 : sm90::make_tensor_map(&task.x, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.x, {w.cols, tokens, 1},
                                         {p.x_stride * 2, p.x_stride * 2}, {MACKO_SLAB_TILE_COLS, tokens_8, 1});
     if (error) return error;
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {(unsigned)task.cluster, 1, 1};
-    attributes[1] = pdl_attribute();
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)plan.grid);
-    config.blockDim = dim3(SHAPE::THREADS);
-    config.dynamicSmemBytes = plan.shared_bytes;
-    config.stream = p.stream;
-    config.attrs = attributes;
-    config.numAttrs = may_use_pdl(p.stream, SHAPE::THREADS) ? 2 : 1;
-    return cudaLaunchKernelEx(&config, slab_few_kernel<CODEC, TOKENS>, task);
+    const bool pdl = may_use_pdl(p.stream, SHAPE::THREADS);
+    return launch_kernel(slab_few_kernel<CODEC, TOKENS>,
+                         {plan.grid, SHAPE::THREADS, plan.shared_bytes, pdl, task.cluster}, p.stream, task);
 }
 
 // By the kernel for as many tokens as are together in a block.

@@ -32,6 +32,7 @@ namespace {
 
 template <class CODEC>
 struct many_task {
+    using T = typename CODEC::T;
     CUtensorMap x, last_x; // boxes of MACKO_SLAB_TILE_COLS columns by BOX tokens, and by what is left of all tokens
     CUtensorMap y[MACKO_SLAB_MOST_OUTPUTS]; // boxes of MACKO_SLAB_ROWS rows by OUT_BOX tokens
     const uint8_t *data;
@@ -207,7 +208,7 @@ __device__ __forceinline__ void fetch_partials(const many_task<CODEC> &task, uin
         before += stages_before_fix_up<SHAPE>(segment);
     }
     if (!segment.fixes_up) return;
-    sm90::pdl_wait();
+    pdl_wait();
     const int lane = threadIdx.x % WARP, others = macko_slab_contributors(&share, segment.tile);
     sm90::pipeline_state x = {before % task.stages.x, (uint32_t)(before / task.stages.x % 2)};
     bool tokens_fetched = false;
@@ -443,6 +444,79 @@ __device__ __forceinline__ void store_outputs(const many_task<CODEC> &task, uint
 
 // ---- Consumers: a warpgroup each ----
 
+// A consumer warpgroup on its way through the pipelines: tiles of 64 rows, each decoded while the one before it is
+// multiplied. (ptxas gives out registers by the order of members, and of what stands beside them in a kernel.)
+template <class SHAPE, class TASK>
+struct tile_consumer {
+    const TASK &task;
+    const uint32_t smem;
+    const int rank, warpgroup, thread, slice; // of the block in its cluster; in the block; of the warpgroup
+    const uint64_t tokens;                    // the descriptor of the first stage's
+    const uint32_t slabs_at;
+    sm90::pipeline_state slabs, x;
+    int last_stage = -1; // read by the last products, not released; -1: none
+
+    __device__ __forceinline__ tile_consumer(const TASK &task, uint32_t smem, int rank, int warpgroup)
+        : task(task), smem(smem), rank(rank), warpgroup(warpgroup), thread(threadIdx.x % MACKO_SLAB_WARPGROUP),
+          slice(macko_slab_uniform(thread / WARP)), tokens(sm90::smem_descriptor<128>(smem + SHAPE::X)),
+          slabs_at(smem + SHAPE::X + task.stages.x * SHAPE::STAGE_BYTES) {
+    }
+
+    // The whole warpgroup is through with a wgmma once one of its warps is, so one lane can release the stage for all.
+    __device__ __forceinline__ void release(int stage, int times = 1) const {
+        if (stage < 0 || (RELEASES == 1 && thread)) return;
+        sm90::barrier_arrive(smem + SHAPE::X_EMPTY + stage * 8, times);
+        if (SHAPE::MULTICAST > 1) sm90::barrier_arrive_remote(smem + SHAPE::X_EMPTY + stage * 8, rank ^ 1, times);
+    }
+    // After the products, which wait for the values. An arrival right after the loads can overtake them, it seems:
+    // what came next into their place was read, in some of a thousand products (H200).
+    __device__ __forceinline__ void release_slab(int stage) const {
+        __syncwarp();
+        if (sm90::WARP_ARRIVALS > 1 || thread % WARP == 0)
+            sm90::barrier_arrive(smem + SHAPE::SLAB_EMPTY + (stage * SHAPE::ROW_BLOCKS + warpgroup) * 8);
+    }
+    __device__ __forceinline__ void wait_for_slab() const {
+        sm90::barrier_wait(smem + SHAPE::SLAB_FULL + (slabs.stage * SHAPE::ROW_BLOCKS + warpgroup) * 8, slabs.phase);
+    }
+    template <class READER>
+    __device__ __forceinline__ void open_slab(READER &reader) const {
+        reader.open(slabs_at + (slabs.stage * SHAPE::ROW_BLOCKS + warpgroup) * task.stages.slab_bytes, slice,
+                    thread % WARP);
+    }
+    // Tile `in_slab` of a slab, which the reader has prepared; more: another slab follows.
+    template <int TOKENS, class READER>
+    __device__ __forceinline__ void multiply_tile(READER &reader, float (&sums)[TOKENS / 2], uint32_t (&a)[4][4],
+                                                  int in_slab, bool more) {
+        reader.advance(in_slab == MACKO_SLAB_HALF_TILES - 1);
+        if (in_slab == MACKO_SLAB_TILES - 1) open_slab(reader);
+        const uint64_t b = tokens + x.stage * (SHAPE::STAGE_BYTES >> 4);
+        const auto multiply = [&](auto step) {
+            constexpr int STEP = decltype(step)::value;
+            reader.template load_next<STEP>(task.weights);
+            if (STEP == 0) {
+                reader.template prepare<STEP>(task.weights);
+                sm90::consumer_wait(smem + SHAPE::X_FULL, x);
+            }
+            if (STEP == 1 && in_slab == MACKO_SLAB_TILES - 2 && more) { // after the last slab it is opened again
+                slabs.advance(task.stages.slabs);
+                wait_for_slab();
+            }
+            if (STEP > 0) reader.template prepare<STEP>(task.weights);
+            // The products that read these registers last.
+            if (STEP % 2 == 0) sm90::warpgroup_wait<1>();
+            if (STEP == 2) release(last_stage); // all products of the tile before have ended
+            reader.template make<STEP>(a, task.weights);
+            multiply_pair<typename TASK::T, TOKENS, STEP>(sums, a, b);
+        };
+        multiply(std::integral_constant<int, 0>());
+        multiply(std::integral_constant<int, 1>());
+        multiply(std::integral_constant<int, 2>());
+        multiply(std::integral_constant<int, 3>());
+        last_stage = x.stage;
+        x.advance(task.stages.x);
+    }
+};
+
 // Four sums of this thread and those in shared memory.
 __device__ __forceinline__ void add_sums(float *sums, uint32_t from) {
     const uint4 v = load_shared_16(from);
@@ -572,20 +646,14 @@ template <class SHAPE, class CODEC>
 __device__ __forceinline__ void consume(const many_task<CODEC> &task, uint32_t smem, const macko_slab_share &share,
                                         int warpgroup) {
     constexpr int TOKENS = SHAPE::TOKENS, SUMS = SHAPE::SUMS;
-    const int thread = threadIdx.x % MACKO_SLAB_WARPGROUP, slice = macko_slab_uniform(thread / WARP);
-    const uint64_t tokens = sm90::smem_descriptor<128>(smem + SHAPE::X);
-    const uint32_t slabs_at = smem + SHAPE::X + task.stages.x * SHAPE::STAGE_BYTES;
-    sm90::pipeline_state x, slabs;
     uint32_t segments = 0;
-    int ahead = 0;       // so many stages the other block's x pipeline is ahead of this one's
-    int last_stage = -1; // read by the last products, not released; -1: none
-    // The whole warpgroup is through with a wgmma once one of its warps is, so one lane can release the stage for all.
-    const auto release = [&](int stage, int times = 1) {
-        if (stage < 0 || (RELEASES == 1 && thread)) return;
-        sm90::barrier_arrive(smem + SHAPE::X_EMPTY + stage * 8, times);
-        if (SHAPE::MULTICAST > 1) sm90::barrier_arrive_remote(smem + SHAPE::X_EMPTY + stage * 8, share.rank ^ 1, times);
-    };
-    for (int position = 0; position < share.half_slabs;) { // `next` is a tile here
+    int position = 0; // `next` of the producers
+    int ahead = 0;    // so many stages the other block's x pipeline is ahead of this one's
+    tile_consumer<SHAPE, many_task<CODEC>> own(task, smem, share.rank, warpgroup);
+    sm90::pipeline_state &x = own.x, &slabs = own.slabs;
+    const int thread = own.thread;
+    const auto release = [&](int stage, int times = 1) { own.release(stage, times); };
+    while (position < share.half_slabs) {
         const macko_slab_segment segment = macko_slab_segment_at(&share, position);
         position += macko_slab_length(&segment);
         const int half_slabs = macko_slab_uniform(macko_slab_own_count(&segment)),
@@ -599,57 +667,15 @@ __device__ __forceinline__ void consume(const many_task<CODEC> &task, uint32_t s
 #pragma unroll
         for (int i = 0; i < SUMS; i++) sums[i] = 0;
         sm90::warpgroup_fence_operand(sums);
-        // A tile is prepared while the one before it is multiplied.
         typename CODEC::many_reader reader(task.weights);
-        const auto open_slab = [&] {
-            reader.open(slabs_at + (slabs.stage * SHAPE::ROW_BLOCKS + warpgroup) * task.stages.slab_bytes, slice,
-                        thread % WARP);
-        };
-        const auto wait_for_slab = [&] {
-            sm90::barrier_wait(smem + SHAPE::SLAB_FULL + (slabs.stage * SHAPE::ROW_BLOCKS + warpgroup) * 8,
-                               slabs.phase);
-        };
         if (half_slabs) {
-            wait_for_slab();
-            open_slab();
+            own.wait_for_slab();
+            own.open_slab(reader);
             if (macko_slab_begins_inside(&segment)) reader.skip_half();
-            reader.prepare_first(task.weights);
+            prepare_tile(reader, task.weights);
         }
         const auto multiply_tile = [&](int in_slab, bool more) {
-            reader.advance(in_slab == MACKO_SLAB_HALF_TILES - 1);
-            if (in_slab == MACKO_SLAB_TILES - 1) open_slab();
-            const uint64_t b = tokens + x.stage * (SHAPE::STAGE_BYTES >> 4);
-            const auto multiply = [&](auto step) {
-                constexpr int STEP = decltype(step)::value;
-                reader.template load_next<STEP>(task.weights);
-                if (STEP == 0) {
-                    reader.template prepare<STEP>(task.weights);
-                    sm90::consumer_wait(smem + SHAPE::X_FULL, x);
-                }
-                if (STEP == 1 && in_slab == MACKO_SLAB_TILES - 2 && more) { // after the last slab it is opened again
-                    slabs.advance(task.stages.slabs);
-                    wait_for_slab();
-                }
-                if (STEP > 0) reader.template prepare<STEP>(task.weights);
-                // The products that read these registers last.
-                if (STEP % 2 == 0) sm90::warpgroup_wait<1>();
-                if (STEP == 2) release(last_stage); // all products of the tile before have ended
-                reader.template make<STEP>(a, task.weights);
-                multiply_pair<typename CODEC::T, TOKENS, STEP>(sums, a, b);
-            };
-            multiply(std::integral_constant<int, 0>());
-            multiply(std::integral_constant<int, 1>());
-            multiply(std::integral_constant<int, 2>());
-            multiply(std::integral_constant<int, 3>());
-            last_stage = x.stage;
-            x.advance(task.stages.x);
-        };
-        // After the products, which wait for the values. An arrival right after the loads can overtake them, it seems:
-        // what came next into their place was read, in some of a thousand products (H200).
-        const auto release_slab = [&](int stage) {
-            __syncwarp();
-            if (sm90::WARP_ARRIVALS > 1 || thread % WARP == 0)
-                sm90::barrier_arrive(smem + SHAPE::SLAB_EMPTY + (stage * SHAPE::ROW_BLOCKS + warpgroup) * 8);
+            own.template multiply_tile<TOKENS>(reader, sums, a, in_slab, more);
         };
         // Unrolled, so that `next` need not be moved to `here`: clearly fewer instructions. Single half slabs have a
         // copy of the code, as one that can also begin inside a slab takes longer. They come first, so that the code
@@ -660,7 +686,7 @@ __device__ __forceinline__ void consume(const many_task<CODEC> &task, uint32_t s
             const int stage = slabs.stage;
             multiply_tile(MACKO_SLAB_TILES - 2, left > 1);
             multiply_tile(MACKO_SLAB_TILES - 1, true);
-            release_slab(stage);
+            own.release_slab(stage);
         }
         const bool lags = SHAPE::LAG && left && task.stages.x > SHAPE::LAG;
         const int waits_at = lags && warpgroup ? 2 : 0;
@@ -673,15 +699,15 @@ __device__ __forceinline__ void consume(const many_task<CODEC> &task, uint32_t s
                     named_barrier_sync(FIRST_THROUGH, 256);
                 multiply_tile(in_slab, left > 2);
             }
-            release_slab(stage);
+            own.release_slab(stage);
         }
         if (lags && warpgroup == 0) named_barrier_arrive(FIRST_THROUGH, 256);
         if (half_slabs) slabs.advance(task.stages.slabs);
         sm90::warpgroup_wait<0>();
         sm90::warpgroup_fence_operand(sums);
-        release(last_stage);
-        last_stage = -1;
-        sm90::pdl_wait(); // before anything is written
+        own.release(own.last_stage);
+        own.last_stage = -1;
+        pdl_wait(); // before anything is written
 
         if (SHAPE::SPLIT_K > 1)
             exchange_partials<SHAPE>(task, smem, share.rank, warpgroup, segments, x, ahead, sums, release);
@@ -753,18 +779,11 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_many_kernel(const __gr
 template <class SHAPE, class TASK>
 cudaError_t launch_clusters(void (*kernel)(TASK), const TASK &task, int64_t clusters, macko_slab_many_stages stages,
                             cudaStream_t stream) {
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {MACKO_SLAB_CLUSTER_BLOCKS, 1, 1};
-    attributes[1] = pdl_attribute();
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)(clusters * MACKO_SLAB_CLUSTER_BLOCKS));
-    config.blockDim = dim3(SHAPE::THREADS);
-    config.dynamicSmemBytes = macko_slab_many_shared_bytes(SHAPE::plain(), stages);
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = may_use_pdl(stream, SHAPE::THREADS) ? 2 : 1;
-    return cudaLaunchKernelEx(&config, kernel, task);
+    return launch_kernel(kernel,
+                         {clusters * MACKO_SLAB_CLUSTER_BLOCKS, SHAPE::THREADS,
+                          macko_slab_many_shared_bytes(SHAPE::plain(), stages), may_use_pdl(stream, SHAPE::THREADS),
+                          MACKO_SLAB_CLUSTER_BLOCKS},
+                         stream, task);
 }
 
 } // namespace

@@ -73,18 +73,6 @@ struct ring_shape {
     static_assert(!X_IN_HALVES || EIGHTS > 1);
 };
 
-// Steps whose operand A the reader has whole at once: listed values come after them.
-template <class CODEC, int TILES>
-struct ring_reader {
-    using type = typename CODEC::few_reader;
-    static constexpr int STEPS = CODEC::STEPS;
-};
-template <class CODEC>
-struct ring_reader<CODEC, 2> {
-    using type = typename CODEC::half_reader;
-    static constexpr int STEPS = CODEC::HALF_STEPS;
-};
-
 // The slabs of a block in its order: of the last row block first, each from its first slab here on.
 struct ring_walk {
     int begin, slabs;     // of the share; of a row block
@@ -119,16 +107,6 @@ struct ring_walk {
     }
 };
 
-__device__ __forceinline__ void load_matrices(uint32_t (&v)[4], uint32_t from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                 : "r"(from)
-                 : "memory");
-}
-// 16 bytes, of which so many are read; the others become zeros.
-__device__ __forceinline__ void copy_async_some(uint32_t to, const void *from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void copy_async_ahead(uint32_t to, const void *from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -139,11 +117,6 @@ __device__ __forceinline__ void wait_for_copies(int pending) {
         wait_copies<1>();
     else
         wait_copies<0>();
-}
-__device__ __forceinline__ void ring_pdl_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 // What a thread fetches: slabs and their tokens, a stage after the other.
@@ -285,7 +258,7 @@ struct ring_fetch {
 template <class CODEC, class SHAPE>
 struct ring_product {
     using T = typename CODEC::T;
-    using READER = ring_reader<CODEC, SHAPE::TILES>;
+    using READER = few_reader_of<CODEC, SHAPE::TILES == 2>;
     static constexpr int ROW_BLOCKS = SHAPE::ROW_BLOCKS;
     const ring_task<CODEC> &task;
     struct row_readers {
@@ -327,7 +300,7 @@ struct ring_product {
         uint32_t b[4];
         if constexpr (SHAPE::EIGHTS == 1) {
             if constexpr (STEP % 2) {
-                load_matrices(b, x + (x_lane ^ (STEP / 2 * 64)));
+                ldmatrix_x4(b, x + (x_lane ^ (STEP / 2 * 64)));
 #pragma unroll
                 for (int r = 0; r < ROW_BLOCKS; r++) {
                     mma<T>(sums[r][0], a[r][STEP - 1], b[0], b[1]);
@@ -339,7 +312,7 @@ struct ring_product {
                                                    : x + (x_lane ^ (STEP * 32));
 #pragma unroll
             for (int pair = 0; pair < SHAPE::EIGHTS / 2; pair++) {
-                load_matrices(b, at + pair * 16 * (SHAPE::X_IN_HALVES ? SHAPE::HALF_ROW : SHAPE::X_ROW));
+                ldmatrix_x4(b, at + pair * 16 * (SHAPE::X_IN_HALVES ? SHAPE::HALF_ROW : SHAPE::X_ROW));
 #pragma unroll
                 for (int r = 0; r < ROW_BLOCKS; r++) {
                     mma<T>(sums[r][2 * pair], a[r][STEP], b[0], b[1]);
@@ -352,13 +325,8 @@ struct ring_product {
     template <int TILE>
     __device__ __forceinline__ void prepare(uint32_t stage) {
 #pragma unroll
-        for (int r = 0; r < ROW_BLOCKS; r++) {
-            const uint32_t slab = stage + rows.from[r] + CODEC::BASE;
-            rows.reader[r].template prepare<0, TILE>(slab, task.weights);
-            rows.reader[r].template prepare<1, TILE>(slab, task.weights);
-            rows.reader[r].template prepare<2, TILE>(slab, task.weights);
-            rows.reader[r].template prepare<3, TILE>(slab, task.weights);
-        }
+        for (int r = 0; r < ROW_BLOCKS; r++)
+            prepare_tile<TILE>(rows.reader[r], stage + rows.from[r] + CODEC::BASE, task.weights);
     }
     // A step of a tile, while that step of NEXT (-1: none), of the same slab, is prepared.
     template <int STEP, int TILE, int NEXT>
@@ -573,7 +541,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1) slab_ring_kernel(const __gr
     const int tokens = fetch.tokens;
     if (fetch.more) fetch.slab(); // weights may come before the previous kernel has ended
     fetch.clear_missing_tokens(halves);
-    ring_pdl_wait();
+    pdl_wait();
     int col = fetch.ahead.column() + tile * MACKO_SLAB_TILE_COLS;
     if constexpr (SHAPE::X_IN_HALVES)
         fetch.tokens_of_half(halves, col, 0);

@@ -11,15 +11,10 @@ template <class CODEC, class SHAPE>
 cudaError_t launch_ring(ring_task<CODEC> &task, const macko_ring_shape &shape, const device_info &device,
                         cudaStream_t stream) {
     if (const cudaError_t error = allow_all_shared_memory<slab_ring_kernel<CODEC, SHAPE>>(device, 100)) return error;
-    cudaLaunchAttribute attribute = pdl_attribute();
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)(task.shares.blocks * task.token_blocks));
-    config.blockDim = dim3(SHAPE::THREADS);
-    config.dynamicSmemBytes = shape.shared_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = device.major >= 9 && may_use_pdl(stream, SHAPE::THREADS) ? 1 : 0;
-    return cudaLaunchKernelEx(&config, slab_ring_kernel<CODEC, SHAPE>, task);
+    const bool pdl = device.major >= 9 && may_use_pdl(stream, SHAPE::THREADS);
+    return launch_kernel(slab_ring_kernel<CODEC, SHAPE>,
+                         {task.shares.blocks * task.token_blocks, SHAPE::THREADS, shape.shared_bytes, pdl}, stream,
+                         task);
 }
 
 template <macko_ring_kind KIND>

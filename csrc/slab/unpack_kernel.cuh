@@ -92,10 +92,7 @@ __global__ void __launch_bounds__(unpack_shape::THREADS, 2)
             reader.template load_next<STEP, 0>(slab, task.weights);
             reader.template make<STEP, 0>(a, task.weights);
         };
-        reader.template prepare<0, 0>(slab, task.weights);
-        reader.template prepare<1, 0>(slab, task.weights);
-        reader.template prepare<2, 0>(slab, task.weights);
-        reader.template prepare<3, 0>(slab, task.weights);
+        prepare_tile<0>(reader, slab, task.weights);
         step(std::integral_constant<int, 0>());
         step(std::integral_constant<int, 1>());
         step(std::integral_constant<int, 2>());

@@ -166,7 +166,7 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
             sm90::bulk_prefetch_l2(weights_of(work.row_block + i) + (int64_t)first_k_tile * TILE::TILE_BYTES,
                                    min(last_k_tile - first_k_tile, TILE::PREFETCH) * TILE::TILE_BYTES);
     }
-    sm90::pdl_wait();
+    pdl_wait();
     sm90::pipeline_state pipeline;
     for (int tile = blockIdx.x / blocks; tile < task.num_tiles; tile += gridDim.x / blocks) {
         const slide_work work = slide_work_of<TILE>(task, tile, rank);
@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_t
         if (threadIdx.x == TILE::WARPGROUPS * 128) slide_produce<TILE>(task, smem, rank, split);
     } else {
         if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_alloc<240>();
-        sm90::pdl_wait(); // the previous kernel made the tokens' scales
+        pdl_wait(); // the previous kernel made the tokens' scales
         slide_consume<TYPE, KIND, SIZE>(task, smem, rank, split, warpgroup);
     }
     __syncwarp();
@@ -463,18 +463,10 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     const int64_t blocks = (int64_t)task.num_tiles * cluster;
     task.uses_pdl =
         args.follows_quantiser && args.tokens <= 512 && (args.tokens <= 4 || blocks <= num_sms || blocks >= slots);
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim = {(unsigned)cluster, 1, 1};
-    attributes[1] = pdl_attribute();
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3((unsigned)((task.num_tiles < clusters ? task.num_tiles : clusters) * cluster));
-    config.blockDim = dim3(TILE::THREADS);
-    config.dynamicSmemBytes = TILE::SMEM_BYTES;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = task.uses_pdl ? 2 : 1;
-    return cudaLaunchKernelEx(&config, slide_gemm_kernel<TYPE, KIND, SIZE>, task);
+    return launch_kernel(slide_gemm_kernel<TYPE, KIND, SIZE>,
+                         {std::min<int64_t>(task.num_tiles, clusters) * cluster, TILE::THREADS, TILE::SMEM_BYTES,
+                          task.uses_pdl != 0, cluster},
+                         stream, task);
 }
 
 template <macko_slide_type TYPE, slide_kind KIND>

@@ -68,29 +68,6 @@ __device__ constexpr bool mma_is_there() {
 #endif
 }
 
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], uint32_t at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(at));
-}
-
-// A matrix of 8 x 8 numbers of 16 bits, of which a lane has two of a row, transposed.
-__device__ __forceinline__ uint32_t movmatrix(uint32_t two) {
-    uint32_t moved;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(moved) : "r"(two));
-    return moved;
-}
-
-__device__ __forceinline__ void store_shared_4(uint32_t at, uint32_t value) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
-}
-
-// Sixteen bytes to shared memory, zeros where there are none.
-__device__ __forceinline__ void copy_async_zfill(uint32_t to, const void *from, bool is_there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0)
-                 : "memory");
-}
-
 // Waits until all but the last stages - 2 fetches have arrived. As predicates: a switch would be a jump.
 __device__ __forceinline__ void wait_for_next_stage(int stages) {
     asm volatile("{ .reg .pred p, q;\n"
@@ -205,7 +182,7 @@ struct mma_copies {
         if (j < TILE::TOKEN_COPIES) {
             const uint32_t to = token_to + stage + j * (TILE::THREADS / 8 * 128);
             if constexpr (TILE::IS_16_BIT)
-                copy_async_zfill(to, tokens + token_offset[j], bytes_left > 0);
+                copy_async_some(to, tokens + token_offset[j], bytes_left <= 0 ? 0 : 16);
             else
                 copy_async<16>(to, tokens + token_offset[j]);
         } else {

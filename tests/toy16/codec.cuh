@@ -51,8 +51,6 @@ struct toy16 {
         __device__ void skip_half() {
             at += MACKO_SLAB_HALF_TILES * TILE_BYTES;
         }
-        __device__ void prepare_first(const constants &) {
-        }
         __device__ void advance(bool) {
             here = at;
             at += TILE_BYTES;

@@ -121,12 +121,6 @@ struct dense12 {
             tile_at += MACKO_SLAB_TILES / 2 * TILE_BYTES;
             bounds_at += MACKO_SLAB_TILES / 2 * MACKO_SLAB_SLICES * 4;
         }
-        __device__ __forceinline__ void prepare_first(const constants &weights) {
-            prepare<0>(weights);
-            prepare<1>(weights);
-            prepare<2>(weights);
-            prepare<3>(weights);
-        }
         __device__ __forceinline__ void advance(bool) {
             here = next;
             here_at = tile_at;

@@ -62,9 +62,6 @@ struct dense8 {
         __device__ __forceinline__ void skip_half() {
             tile_at += MACKO_SLAB_TILES / 2 * TILE_BYTES;
         }
-        __device__ __forceinline__ void prepare_first(const constants &weights) {
-            prepare<2>(weights);
-        }
         __device__ __forceinline__ void advance(bool) {
             here_at = tile_at;
             tile_at += TILE_BYTES;

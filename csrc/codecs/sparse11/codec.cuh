@@ -165,10 +165,6 @@ struct sparse11 {
             }
         }
         template <int STEP, int TILE>
-        __device__ __forceinline__ void load_next(uint32_t, const constants &) {
-            this->template load_behind<STEP, TILE>();
-        }
-        template <int STEP, int TILE>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
             lanes[TILE].make(STEP, words[STEP], words[STEP + 1], a[STEP], numbers);
             if constexpr (HALF ? STEP == 3 : STEP % 2)
@@ -178,16 +174,15 @@ struct sparse11 {
     using few_reader = reader<false>;
     using half_reader = reader<true>;
 
-    struct many_reader : column_stream {
+    struct many_reader : column_stream<sparse11_lane<T>, sparse11_numbers> {
+        using columns = column_stream<sparse11_lane<T>, sparse11_numbers>;
+        using columns::values, columns::start, columns::numbers, columns::here, columns::next, columns::words;
         static constexpr int TILE_BYTES = MACKO_SLAB_SLICES * MACKO_SPARSE11_SLICE_BYTES;
-        sparse11_numbers numbers;
         // The slab; of the tile that is prepared the lane's codes and the warp's where.
         uint32_t slab, codes_at, where_at;
-        sparse11_lane<T> here, next;
-        uint32_t words[COLUMN_STEPS + 1][3];
 
         __device__ __forceinline__ explicit many_reader(const constants &weights)
-            : numbers(weights, threadIdx.x % WARP) {
+            : columns(sparse11_numbers(weights, threadIdx.x % WARP)) {
         }
         __device__ __forceinline__ void open(uint32_t first, int slice, int lane) {
             slab = first;
@@ -196,25 +191,17 @@ struct sparse11 {
             read_32(start, slab + MACKO_SPARSE11_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
             read_32(values, where_at);
             values = slab + (values & 0xffff);
-            begin(lane);
+            this->begin(lane);
         }
         __device__ __forceinline__ void skip_half() {
             codes_at += MACKO_SLAB_TILES / 2 * TILE_BYTES;
             where_at += MACKO_SLAB_TILES / 2 * MACKO_SLAB_SLICES * 4;
-            spill();
-        }
-        __device__ __forceinline__ void prepare_first(const constants &weights) {
-            prepare<0>(weights);
-            prepare<1>(weights);
-            prepare<2>(weights);
-            prepare<3>(weights);
+            this->spill();
         }
         __device__ __forceinline__ void advance(bool to_second_half) {
-            here = next;
             codes_at += TILE_BYTES;
             where_at += MACKO_SLAB_SLICES * 4;
-            at = next.at[COLUMN_STEPS];
-            if (to_second_half) spill();
+            this->go_on(to_second_half);
         }
         template <int STEP>
         __device__ __forceinline__ void prepare(const constants &) {
@@ -223,17 +210,11 @@ struct sparse11 {
                 read_32(next.where, where_at);
                 next.read_codes(codes_at);
             } else if (STEP == 1) {
-                next.at[0] = at;
-                next.column = column;
+                this->place_next();
                 next.count(numbers);
             } else if (STEP == 3) {
-                next.load(0, words[0], numbers.four);
-                next.load(1, words[1], numbers.four);
+                this->load_first();
             }
-        }
-        template <int STEP>
-        __device__ __forceinline__ void load_next(const constants &) {
-            if (STEP < 3) here.load(STEP + 2, words[STEP + 2], numbers.four);
         }
         template <int STEP>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {

@@ -109,10 +109,6 @@ struct sparse8 {
             }
         }
         template <int STEP, int TILE>
-        __device__ __forceinline__ void load_next(uint32_t, const constants &) {
-            this->template load_behind<STEP, TILE>();
-        }
-        template <int STEP, int TILE>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
             lanes[TILE].make(STEP, words[STEP], words[STEP + 1], a[STEP], numbers);
         }
@@ -120,52 +116,39 @@ struct sparse8 {
     using few_reader = reader<false>;
     using half_reader = reader<true>;
 
-    struct many_reader : column_stream {
-        sparse8_numbers numbers;
+    struct many_reader : column_stream<lane_type, sparse8_numbers> {
+        using columns = column_stream<lane_type, sparse8_numbers>;
+        using columns::values, columns::start, columns::numbers, columns::here, columns::next, columns::words;
         uint32_t mask_at; // of the tile that is prepared
-        lane_type here, next;
-        uint32_t words[COLUMN_STEPS + 1][3];
 
-        __device__ __forceinline__ explicit many_reader(const constants &) : numbers(threadIdx.x % WARP) {
+        __device__ __forceinline__ explicit many_reader(const constants &)
+            : columns(sparse8_numbers(threadIdx.x % WARP)) {
         }
         __device__ __forceinline__ void open(uint32_t slab, int slice, int lane) {
             mask_at = slab_mask_at(slab, 0, slice, lane);
             read_32(start, slab + MACKO_SPARSE8_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4);
             read_32(values, slab + MACKO_SPARSE8_SLICES_AT + slice * 4);
             values += slab;
-            begin(lane);
+            this->begin(lane);
         }
         __device__ __forceinline__ void skip_half() {
             mask_at += MACKO_SLAB_TILES / 2 * MACKO_SLAB_MASK_BYTES;
-            spill();
-        }
-        __device__ __forceinline__ void prepare_first(const constants &weights) {
-            prepare<0>(weights);
-            prepare<1>(weights);
-            prepare<3>(weights);
+            this->spill();
         }
         __device__ __forceinline__ void advance(bool to_second_half) {
-            here = next;
             mask_at += MACKO_SLAB_MASK_BYTES;
-            at = next.at[COLUMN_STEPS];
-            if (to_second_half) spill();
+            this->go_on(to_second_half);
         }
         template <int STEP>
         __device__ __forceinline__ void prepare(const constants &) {
             if (STEP == 0) {
                 read_32(next.mask, mask_at);
             } else if (STEP == 1) {
-                next.at[0] = at;
-                next.column = column;
+                this->place_next();
                 next.count();
             } else if (STEP == 3) {
-                next.load(0, words[0], numbers.four);
-                next.load(1, words[1], numbers.four);
+                this->load_first();
             }
-        }
-        template <int STEP>
-        __device__ __forceinline__ void load_next(const constants &) {
-            if (STEP < 3) here.load(STEP + 2, words[STEP + 2], numbers.four);
         }
         template <int STEP>
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {

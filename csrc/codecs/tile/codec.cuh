@@ -110,12 +110,6 @@ struct sparse16 {
             mask_at += MACKO_SLAB_TILES / 2 * MACKO_SLAB_MASK_BYTES;
             streams.spill();
         }
-        // Without a tile before it.
-        __device__ __forceinline__ void prepare_first(const constants &weights) {
-            prepare<0>(weights);
-            prepare<1>(weights);
-            prepare<3>(weights);
-        }
         // To the tile that is prepared. to_second_half: what is prepared next is in it.
         __device__ __forceinline__ void advance(bool to_second_half) {
             here = next;

@@ -249,11 +249,8 @@ void check_content(const char *op, const macko_matrix &m, const Tensor &values) 
     STD_CUDA_CHECK(cudaStreamIsCapturing(current_stream(values), &capturing));
     if (capturing != cudaStreamCaptureStatusNone) return;
     Tensor found = new_fault(values);
-    macko_fault fault;
     STD_CUDA_CHECK(macko_check_cuda(&m, 1, fault_in(found), current_stream(values)));
-    STD_CUDA_CHECK(
-        cudaMemcpyAsync(&fault, fault_in(found), sizeof fault, cudaMemcpyDeviceToHost, current_stream(values)));
-    STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(values)));
+    const auto fault = read_back<macko_fault>(found);
 #else
     (void)values;
     const macko_fault fault =

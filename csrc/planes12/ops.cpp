@@ -1,7 +1,6 @@
 // The planes12 format's ops: check, allocate, guard the device, call. Compiled once for the CPU and once for CUDA, where a
 // weight is only read: files are written by the CPU.
 #include <array>
-#include <mutex>
 #include <vector>
 
 #include "../slab/pack.h"
@@ -53,20 +52,10 @@ macko_planes12 matrix_of(const char *op, const Packed &p) {
 }
 
 #ifdef USE_CUDA
-// A flag that kernels set, from 0 on; reading it waits for them.
-struct Flag {
-    Tensor there;
-
-    explicit Flag(const Tensor &like) : there(torch::stable::new_zeros(like, {1}, ScalarType::Long)) {
-    }
-    bool is_set() const {
-        int64_t here;
-        STD_CUDA_CHECK(
-            cudaMemcpyAsync(&here, there.const_data_ptr(), sizeof here, cudaMemcpyDeviceToHost, current_stream(there)));
-        STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(there)));
-        return here;
-    }
-};
+// A flag that kernels set.
+Tensor new_flag(const Tensor &like) {
+    return torch::stable::new_zeros(like, {1}, ScalarType::Long);
+}
 #else
 Made pack(const Tensor &w_any, const Ints &) {
     const char *op = "pack";
@@ -74,19 +63,15 @@ Made pack(const Tensor &w_any, const Ints &) {
     macko_planes12 m{.dtype = check_bfloat16(op, "w", w_any, "planes12")};
     check_extents(op, w_any);
     const Tensor w = as_contiguous(w_any);
-    const auto *const from = static_cast<const uint16_t *>(w.const_data_ptr());
+    const auto *const from = reads<uint16_t>(w);
     m.rows = w.size(0);
     m.cols = w.size(1);
-    std::array<int64_t, 128> counts{};
-    std::mutex mutex;
+    Sums<std::array<int64_t, 128>> counts(w);
     for_rows(m.rows, m.cols, [&](int64_t begin, int64_t end) {
-        std::array<int64_t, 128> here{};
-        macko_planes12_histogram_cpu(&m, from, begin, end, here.data());
-        const std::lock_guard<std::mutex> lock(mutex);
-        for (size_t high = 0; high < here.size(); high++) counts[high] += here[high];
+        counts.add([&](auto *here) { macko_planes12_histogram_cpu(&m, from, begin, end, here->data()); });
     });
     uint32_t words[2];
-    macko_slab_table(counts.data(), int(counts.size()), words);
+    macko_slab_table(counts.get().data(), 128, words);
     const auto made = [&](std::vector<int64_t> sizes, ScalarType type) {
         return torch::stable::new_empty(w, sizes, type);
     };
@@ -118,13 +103,12 @@ Tensor dense(const Packed &p, [[maybe_unused]] bool check) {
     Tensor w = torch::stable::new_empty(p[0], {m.rows, m.cols},
                                         m.dtype == MACKO_F16 ? ScalarType::Half : ScalarType::BFloat16);
 #ifdef USE_CUDA
-    Flag broken(p[0]);
-    STD_CUDA_CHECK(macko_planes12_unpack_cuda(&m, static_cast<uint16_t *>(w.mutable_data_ptr()),
-                                              writes<int64_t>(broken.there), current_stream(w)));
-    if (check && broken.is_set()) fail("dense", "row_ptr or columns point outside of the matrix");
+    Tensor broken = new_flag(w);
+    STD_CUDA_CHECK(macko_planes12_unpack_cuda(&m, writes<uint16_t>(w), writes<int64_t>(broken), current_stream(w)));
+    if (check && read_back<int64_t>(broken)) fail("dense", "row_ptr or columns point outside of the matrix");
 #else
     const macko_fault fault = first_fault(m.rows, m.cols, [&](int64_t begin, int64_t end) {
-        return macko_planes12_unpack_cpu(&m, begin, end, static_cast<uint16_t *>(w.mutable_data_ptr()));
+        return macko_planes12_unpack_cpu(&m, begin, end, writes<uint16_t>(w));
     });
     if (fault.kind == MACKO_PLANES12_ROW_PTR)
         fail("dense", "row_ptr[", fault.row, "] is ", fault.found, ", expected never to fall and at most ", m.listed);
@@ -138,9 +122,9 @@ Tensor check(const Packed &p) {
     const macko_planes12 m = matrix_of("check", p);
 #ifdef USE_CUDA
     const DeviceOf guard(p[0]);
-    Flag broken(p[0]);
-    STD_CUDA_CHECK(macko_planes12_check_cuda(&m, writes<int64_t>(broken.there), current_stream(p[0])));
-    if (broken.is_set()) return check_on_cpu(p); // which says what is wrong, and where
+    Tensor broken = new_flag(p[0]);
+    STD_CUDA_CHECK(macko_planes12_check_cuda(&m, writes<int64_t>(broken), current_stream(p[0])));
+    if (read_back<int64_t>(broken)) return check_on_cpu(p); // which says what is wrong, and where
     return torch::stable::new_zeros(p[0], {int64_t(sizeof(macko_fault) / 8)}, ScalarType::Long);
 #else
     Tensor found = new_fault(p[3]);

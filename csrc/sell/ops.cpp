@@ -136,10 +136,7 @@ Made lay_out(const Packed &canonical, const Ints &options) {
     Tensor totals_tensor = torch::stable::new_empty(values, {int64_t(sizeof(macko_sell_totals) / 8)}, ScalarType::Long);
     auto *device_totals = writes<macko_sell_totals>(totals_tensor);
     macko_sell_totals totals;
-    const auto read_totals = [&] {
-        STD_CUDA_CHECK(cudaMemcpyAsync(&totals, device_totals, sizeof totals, cudaMemcpyDeviceToHost, stream));
-        STD_CUDA_CHECK(cudaStreamSynchronize(stream)); // sizes of what is allocated next
-    };
+    const auto read_totals = [&] { totals = read_back<macko_sell_totals>(totals_tensor); }; // sizes of what comes next
     Tensor counts = torch::stable::new_empty(values, {MACKO_SELL_GAP_WIDTHS, rows}, ScalarType::Int);
     auto *counts_data = writes<int32_t>(counts);
     STD_CUDA_CHECK(macko_sell_count_cuda(&m, counts_data, device_totals, stream));

@@ -52,6 +52,18 @@ static inline slice_plan plan_columns(int counts[MACKO_SLAB_TILES][MACKO_SLAB_LA
     return plan;
 }
 
+/* The place of the nth element of a lane's stream in a tile. */
+static inline int nth_place(int lane, int n) {
+    return n / STEP_ELEMENTS * STEP_PLACES + lane * STEP_ELEMENTS + macko_slab_nth_element(n % STEP_ELEMENTS);
+}
+
+/* The first byte of a slab's starts, of all slices, that is not what the plans say, or -1. */
+static inline int bad_start(const uint8_t *starts, const slice_plan plans[MACKO_SLAB_SLICES]) {
+    for (int i = 0; i < MACKO_SLAB_SLICES * MACKO_SLAB_LANES * 4; i++)
+        if (starts[i] != plans[i / (MACKO_SLAB_LANES * 4)].starts[i / 4 % MACKO_SLAB_LANES][i % 4]) return i;
+    return -1;
+}
+
 /* Byte of the slice's values where byte k of a column is. */
 static inline int column_at(int column, int k) {
     return k / 4 * MACKO_SLAB_COLUMNS_ROW_BYTES + column * 4 + k % 4;

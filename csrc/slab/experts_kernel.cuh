@@ -249,16 +249,12 @@ cudaError_t multiply_experts(const slab_weight<CODEC> &w, const slab_experts_pro
     device_info device;
     if (const cudaError_t error = current_device(&device)) return error;
     experts_task<CODEC> task{};
-    task.ring.data = w.data;
-    task.ring.offsets = w.offsets;
+    task.ring = ring_task_of(w);
     task.ring.x = (const uint16_t *)p.x;
     task.ring.x_stride = p.x_stride;
-    task.ring.cols = (int)w.cols;
-    task.ring.slab_units = w.widest;
     task.ring.stages = plan.stages;
     task.ring.stage_bytes = plan.stage_bytes;
     task.ring.x_at = plan.x_at;
-    task.ring.weights = w.constants;
     task.ends = p.ends;
     task.order = p.order;
     task.top_k = (int)p.top_k;

@@ -33,13 +33,10 @@ inline Tensor rows_in_order(const char *op, const Tensor &x_any, const Tensor &o
 #ifdef USE_CUDA
 // grouped product of torch with the dense rows of all experts: for many tokens each. w [experts, rows, cols].
 inline Tensor grouped_product(const Tensor &x, const Tensor &w, const Tensor &ends) {
-    using torch::stable::detail::from;
     Tensor turned = w;
     turned = torch::stable::transpose(turned, 1, 2);
-    std::array<StableIValue, 5> stack{from(x), from(turned), from(std::optional<Tensor>(ends)),
-                                      from(std::optional<Tensor>()), from(std::optional<ScalarType>())};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_grouped_mm", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
+    return call_op("aten::_grouped_mm", "", x, turned, std::optional(ends), std::optional<Tensor>(),
+                   std::optional<ScalarType>());
 }
 #endif
 
@@ -56,12 +53,8 @@ inline Tensor gated(const Tensor &x_any, int64_t cols) {
         return y;
     }
 #endif
-    using torch::stable::detail::from;
-    std::array<StableIValue, 1> gate{from(narrowed(x_any, 1, 0, cols))};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::silu", "", gate.data(), TORCH_ABI_VERSION));
-    std::array<StableIValue, 2> both{gate[0], from(narrowed(x_any, 1, cols, cols))};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mul", "Tensor", both.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(both[0]);
+    return call_op("aten::mul", "Tensor", call_op("aten::silu", "", narrowed(x_any, 1, 0, cols)),
+                   narrowed(x_any, 1, cols, cols));
 }
 
 #ifdef USE_CUDA

@@ -121,11 +121,7 @@ struct Sums {
         add(writes<T>(there));
     }
     T get() const { // waits: the host makes the table, and allocates, by them
-        T here;
-        STD_CUDA_CHECK(
-            cudaMemcpyAsync(&here, there.const_data_ptr(), sizeof here, cudaMemcpyDeviceToHost, current_stream(there)));
-        STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(there)));
-        return here;
+        return read_back<T>(there);
     }
 };
 #else

@@ -57,6 +57,21 @@ struct ring_task {
     int slab_bytes, last_row_block; // from a slab of a stage to that of the next row block
 };
 
+// With what it takes of a weight.
+template <class CODEC>
+ring_task<CODEC> ring_task_of(const slab_weight<CODEC> &w) {
+    ring_task<CODEC> task{};
+    task.data = w.data;
+    task.offsets = w.offsets;
+    task.rows = w.rows;
+    task.cols = (int)w.cols;
+    task.slab_units = w.widest;
+    task.units = (int)w.units;
+    task.mean = (float)w.units / macko_slab_count(w.rows, w.cols);
+    task.weights = w.constants;
+    return task;
+}
+
 template <int TOKENS_, macko_ring_kind KIND>
 struct ring_shape {
     static constexpr int TOKENS = TOKENS_, EIGHTS = TOKENS / 8;

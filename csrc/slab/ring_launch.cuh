@@ -45,14 +45,11 @@ cudaError_t multiply_ring(const slab_weight<CODEC> &w, const slab_product &p, vo
         row_blocks, slabs, p.tokens, w.widest, device.num_sms, ring_shared_bytes(device), CODEC::HALVES_TO > 0};
     macko_ring_shape shape;
     if (!macko_ring_shape_of(&problem, &shape)) return cudaErrorInvalidValue;
-    ring_task<CODEC> task{};
-    task.data = w.data;
-    task.offsets = w.offsets;
+    ring_task<CODEC> task = ring_task_of(w);
     task.x = (const uint16_t *)p.x;
     task.x_stride = p.x_stride;
     task.bias = p.bias;
     task.y = p.y;
-    task.rows = w.rows;
     task.token_blocks = (int)macko_ring_token_blocks(p.tokens);
     task.shares = macko_ring_shares_of(&problem, &shape);
     const int64_t blocks = (int64_t)task.shares.blocks * task.token_blocks;
@@ -60,16 +57,11 @@ cudaError_t multiply_ring(const slab_weight<CODEC> &w, const slab_product &p, vo
     task.flags = (uint64_t *)((uint8_t *)workspace + blocks * macko_ring_sums_bytes(&shape));
     task.epoch = ++ring_launches * 0x9e3779b97f4a7c15ull; // what a workspace that nobody has cleared will not hold
     task.tokens = (int)p.tokens;
-    task.cols = (int)w.cols;
-    task.slab_units = w.widest;
     task.stages = shape.stages;
     task.stage_bytes = shape.stage_bytes;
     task.x_at = shape.x_at;
     task.slab_bytes = shape.x_at / macko_ring_row_blocks(shape.kind);
     task.last_row_block = (int)row_blocks - 1;
-    task.units = (int)w.units;
-    task.mean = (float)w.units / (row_blocks * slabs);
-    task.weights = w.constants;
     switch (shape.tokens) {
     case 8: return launch_ring_of<CODEC, 8>(task, shape, device, p.stream);
     case 16: return launch_ring_of<CODEC, 16>(task, shape, device, p.stream);

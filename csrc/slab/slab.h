@@ -80,6 +80,11 @@ MACKO_SLAB_FN int macko_slab_col(int lane, int j, int e) {
     return 16 * (j / 2) + 8 * (j % 2) + 2 * (lane % 4) + e % 2;
 }
 
+/* Element of a step that is the nth in a stream of bytes in columns (columns_cpu.h): 0, 1, 2, 3, 7, 6, 5, 4. */
+MACKO_SLAB_FN int macko_slab_nth_element(int n) {
+    return n < 4 ? n : 11 - n;
+}
+
 /*
  * The bytes by code for a matrix of which counts[h] elements have the high byte h, of `highs`: 0, then the seven commonest
  * others (of equally common ones the lower), the lower first; where there are not so many, zeros at the end.

@@ -50,6 +50,25 @@ __device__ __forceinline__ uint32_t load_pair(const uint16_t *w, int64_t rows, i
     return pair;
 }
 
+// A lane's elements of a step, pairs of neighbours; +0.0 outside of the matrix.
+struct step_elements {
+    uint32_t pairs[STEP_ELEMENTS / 2];
+
+    __device__ __forceinline__ void load(const uint16_t *w, int64_t rows, int64_t cols, const slice_of &from, int tile,
+                                         int step) {
+        const bool whole = from.is_whole(rows, cols);
+#pragma unroll
+        for (int k = 0; k < STEP_ELEMENTS / 2; k++) {
+            const int e = 2 * k % MACKO_SLAB_QUAD, j = 2 * step + 2 * k / MACKO_SLAB_QUAD;
+            pairs[k] = load_pair(w, rows, cols, from.row + macko_slab_row(from.lane, e),
+                                 from.col + tile * MACKO_SLAB_TILE_COLS + macko_slab_col(from.lane, j, e), whole);
+        }
+    }
+    __device__ __forceinline__ uint32_t operator[](int i) const {
+        return pairs[i / 2] >> 16 * (i % 2) & 0xffff;
+    }
+};
+
 // A lane's place among the lanes by `key` (below 2 * HIGHEST, a power of two), of equal ones the lower lane first.
 template <uint32_t HIGHEST>
 __device__ __forceinline__ int place_among_lanes(uint32_t key, int lane) {

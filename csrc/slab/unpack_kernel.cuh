@@ -123,13 +123,8 @@ cudaError_t unpack_by_ring(const slab_weight<CODEC> &m, int64_t first, int64_t c
     if (device.major < 8) return cudaErrorNoKernelImageForDevice;
     const int64_t first_block = first / MACKO_SLAB_ROWS,
                   row_blocks = (first + count - 1) / MACKO_SLAB_ROWS - first_block + 1;
-    ring_task<CODEC> task{};
-    task.data = m.data;
-    task.offsets = m.offsets;
-    task.rows = m.rows;
-    task.cols = (int)m.cols;
+    ring_task<CODEC> task = ring_task_of(m);
     task.token_blocks = 1;
-    task.slab_units = m.widest;
     task.x_at = task.stage_bytes = m.widest * MACKO_SLAB_UNIT;
     // Two blocks an SM where two stages of each fit: one decodes and stores while the other waits.
     const auto stages_in = [&](int bytes) {
@@ -143,9 +138,6 @@ cudaError_t unpack_by_ring(const slab_weight<CODEC> &m, int64_t first, int64_t c
     task.shares.slabs = (int)macko_slabs_across(m.cols);
     task.shares.all_slabs = row_blocks * task.shares.slabs;
     task.shares.blocks = (int)std::min<int64_t>(device.num_sms * blocks, task.shares.all_slabs);
-    task.units = (int)m.units;
-    task.mean = (float)m.units / macko_slab_count(m.rows, m.cols);
-    task.weights = m.constants;
     const unpacked_rows to = {(uint16_t *)w, first, first + count, m.cols, m.cols % 8 == 0 && (uintptr_t)w % 16 == 0};
     slab_unpack_kernel<CODEC>
         <<<(unsigned)task.shares.blocks, unpack_shape::THREADS, task.stages * task.stage_bytes + MACKO_SLAB_OVERREAD,

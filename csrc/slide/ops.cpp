@@ -193,13 +193,10 @@ Made pack(const Tensor &w_any, const Ints &options) {
     auto *scales = writes<float>(scale);
     macko_slide_found first{-1, -1, 0, 0};
 #ifdef USE_CUDA
-    int64_t found[2];
     Tensor counts = torch::stable::new_zeros(w, {2}, ScalarType::Long);
-    auto *counted = writes<int64_t>(counts);
-    STD_CUDA_CHECK(
-        macko_slide_pack_cuda(&shape, w.const_data_ptr(), source, prune, bytes, scales, counted, current_stream(w)));
-    STD_CUDA_CHECK(cudaMemcpyAsync(found, counted, sizeof found, cudaMemcpyDeviceToHost, current_stream(w)));
-    STD_CUDA_CHECK(cudaStreamSynchronize(current_stream(w))); // whether w fits its pattern decides the outcome
+    STD_CUDA_CHECK(macko_slide_pack_cuda(&shape, w.const_data_ptr(), source, prune, bytes, scales,
+                                         writes<int64_t>(counts), current_stream(w)));
+    const auto found = read_back<std::array<int64_t, 2>>(counts); // whether w fits its pattern decides the outcome
     const int64_t groups = n ? macko_slide_groups(cols, int(n)) : 0;
     const int64_t key = INT64_MAX - found[1];
     dropped = found[0];

@@ -312,10 +312,7 @@ Tensor check_on_cpu(const Packed &p) {
     const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
     std::vector<Tensor> there;
     for (const Tensor &t : p.tensors) there.push_back(torch::stable::to(t, cpu));
-    using torch::stable::detail::from;
-    std::array<StableIValue, 2> stack{from(there), from(Ints(p.header.begin(), p.header.end()))};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("macko::check", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::to(torch::stable::detail::to<Tensor>(stack[0]), p[0].device());
+    return torch::stable::to(call_op("macko::check", "", there, Ints(p.header.begin(), p.header.end())), p[0].device());
 }
 
 } // namespace macko

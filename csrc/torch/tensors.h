@@ -86,6 +86,26 @@ inline std::optional<Tensor> checked_bias(const char *op, const std::optional<Te
     return as_contiguous(*bias);
 }
 
+// Calls an op of torch that gives a Tensor.
+template <typename... Arguments>
+Tensor call_op(const char *name, const char *overload, const Arguments &...arguments) {
+    std::array<StableIValue, sizeof...(arguments)> stack{torch::stable::detail::from(arguments)...};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+#ifdef USE_CUDA
+// What a tensor holds, once the kernels before have written it: waits for them.
+template <typename T>
+T read_back(const Tensor &t) {
+    T here;
+    const cudaStream_t stream = current_stream(t);
+    STD_CUDA_CHECK(cudaMemcpyAsync(&here, t.const_data_ptr(), sizeof here, cudaMemcpyDeviceToHost, stream));
+    STD_CUDA_CHECK(cudaStreamSynchronize(stream));
+    return here;
+}
+#endif
+
 inline const void *data_of(const std::optional<Tensor> &t) {
     return t ? t->const_data_ptr() : nullptr;
 }
@@ -136,7 +156,6 @@ inline Tokens tokens_of(const Tensor &x_any, int64_t tokens, int64_t cols) {
 // which the GEMM adds its float32 sums. Where they do not, cuBLASLt's epilogue adds it (of small products cuBLAS splits the
 // columns, and may add up the parts in 16 bits if they are to be added to something).
 inline void linear_into(Tensor y, const Tensor &x, const Tensor &w, const std::optional<Tensor> &bias) {
-    using torch::stable::detail::from;
     if (bias && !y.is_contiguous()) {
         torch::stable::copy_(y, *bias);
         Tensor turned = w;
@@ -145,9 +164,7 @@ inline void linear_into(Tensor y, const Tensor &x, const Tensor &w, const std::o
         STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_cuda_addmm_out(y.get(), y.get(), x.get(), turned.get(), 1, 1));
         return;
     }
-    std::array<StableIValue, 4> stack{from(x), from(w), from(bias), from(y)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "out", stack.data(), TORCH_ABI_VERSION));
-    torch::stable::detail::to<Tensor>(stack[0]); // takes over the reference that the call gave
+    call_op("aten::linear", "out", x, w, bias, y);
 }
 #endif
 
@@ -158,10 +175,7 @@ inline Tensor dense_linear(const Tensor &x, const Tensor &w, const std::optional
     linear_into(y, torch::stable::reshape(x, {num_tokens(x), x.size(-1)}), w, bias);
     return torch::stable::reshape(y, with_last(x, w.size(0)));
 #else
-    using torch::stable::detail::from;
-    std::array<StableIValue, 3> stack{from(x), from(w), from(bias)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
+    return call_op("aten::linear", "", x, w, bias);
 #endif
 }
 

@@ -38,31 +38,13 @@ __device__ __forceinline__ void find_codes(dense12_table table, uint8_t *codes) 
     __syncthreads();
 }
 
-// A lane's elements of a step, pairs of neighbours; +0.0 outside of the matrix.
-struct step_elements {
-    uint32_t pairs[STEP_ELEMENTS / 2];
-
-    __device__ __forceinline__ void load(const uint16_t *w, int64_t rows, int64_t cols, const slice_of &from, int tile,
-                                         int step) {
-        const bool whole = from.is_whole(rows, cols);
+// Bit i: element i is listed.
+__device__ __forceinline__ uint32_t listed_in(const step_elements &elements, const uint8_t *codes, macko_dtype dtype) {
+    uint32_t mask = 0;
 #pragma unroll
-        for (int k = 0; k < STEP_ELEMENTS / 2; k++) {
-            const int e = 2 * k % MACKO_SLAB_QUAD, j = 2 * step + 2 * k / MACKO_SLAB_QUAD;
-            pairs[k] = load_pair(w, rows, cols, from.row + macko_slab_row(from.lane, e),
-                                 from.col + tile * MACKO_SLAB_TILE_COLS + macko_slab_col(from.lane, j, e), whole);
-        }
-    }
-    __device__ __forceinline__ uint32_t operator[](int i) const {
-        return pairs[i / 2] >> 16 * (i % 2) & 0xffff;
-    }
-    // Bit i: element i is listed.
-    __device__ __forceinline__ uint32_t listed(const uint8_t *codes, macko_dtype dtype) const {
-        uint32_t mask = 0;
-#pragma unroll
-        for (int i = 0; i < STEP_ELEMENTS; i++) mask |= (uint32_t)(code_of(codes, dtype, (*this)[i]) == NO_CODE) << i;
-        return mask;
-    }
-};
+    for (int i = 0; i < STEP_ELEMENTS; i++) mask |= (uint32_t)(code_of(codes, dtype, elements[i]) == NO_CODE) << i;
+    return mask;
+}
 
 __global__ void __launch_bounds__(COUNT_THREADS)
     count_highs(const uint16_t *w, int64_t elements, macko_dtype dtype, uint64_t *counts) {
@@ -85,7 +67,7 @@ __global__ void __launch_bounds__(THREADS)
         for (int step = 0; step < MACKO_DENSE12_STEPS; step++) {
             step_elements elements;
             elements.load(w, rows, cols, from, tile, step);
-            own += __popc(elements.listed(codes, dtype));
+            own += __popc(listed_in(elements, codes, dtype));
         }
     own = __reduce_add_sync(FULL_WARP, own);
     if (from.lane == 0 && own) atomicAdd(&listed, own);

@@ -8,11 +8,6 @@ enum {
     NO_CODE = 255,
 };
 
-/* The place of the nth element of a lane's stream in a tile. */
-static inline int nth_place(int lane, int n) {
-    return n / STEP_ELEMENTS * STEP_PLACES + lane * STEP_ELEMENTS + macko_sparse11_nth(n % STEP_ELEMENTS);
-}
-
 /* The code of each high byte, or NO_CODE. */
 static void find_codes(const uint32_t table[2], uint8_t codes[256]) {
     memset(codes, NO_CODE, 256);
@@ -251,11 +246,8 @@ static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, cons
     }
     if (at > size)
         return FAULT(MACKO_SPARSE11_COUNT, macko_sparse11_units((int)(at - MACKO_SPARSE11_VALUES_AT) / 128, 0));
-    for (int i = 0; i < MACKO_SLAB_SLICES * MACKO_SLAB_LANES * 4; i++) {
-        const uint8_t (*const starts)[4] = plans[i / (MACKO_SLAB_LANES * 4)].starts;
-        if (begin[MACKO_SPARSE11_STARTS_AT + i] != starts[i / 4 % MACKO_SLAB_LANES][i % 4])
-            return FAULT(MACKO_SPARSE11_START, MACKO_SPARSE11_STARTS_AT + i);
-    }
+    const int start = bad_start(begin + MACKO_SPARSE11_STARTS_AT, plans);
+    if (start >= 0) return FAULT(MACKO_SPARSE11_START, MACKO_SPARSE11_STARTS_AT + start);
     for (int tile_slice = 0; tile_slice < MACKO_SLAB_TILE_SLICES; tile_slice++) {
         const uint32_t byte = MACKO_SPARSE11_SLICES_AT + (uint32_t)tile_slice * 4, word = load_32(begin + byte);
         const int lists = word >> 16 != MACKO_SPARSE11_END_AT;

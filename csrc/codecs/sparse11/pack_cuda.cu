@@ -23,30 +23,18 @@ __device__ __forceinline__ void find_codes(const macko_sparse11_matrix &m, uint8
     __syncthreads();
 }
 
-// A lane's elements of a tile: pairs of neighbours by step, +0.0 outside of the matrix.
+// A lane's elements of a tile.
 struct tile_elements {
-    uint32_t pairs[STEPS][STEP_ELEMENTS / 2];
+    step_elements steps[STEPS];
 
     __device__ __forceinline__ void load(const macko_sparse11_matrix &m, const uint16_t *w, const slice_of &from,
                                          int tile) {
-        const int64_t rows = m.rows, cols = m.cols;
-        const bool whole = from.is_whole(rows, cols);
 #pragma unroll
-        for (int step = 0; step < STEPS; step++)
-#pragma unroll
-            for (int k = 0; k < STEP_ELEMENTS / 2; k++) {
-                const int e = 2 * k % MACKO_SLAB_QUAD, j = 2 * step + 2 * k / MACKO_SLAB_QUAD;
-                pairs[step][k] =
-                    load_pair(w, rows, cols, from.row + macko_slab_row(from.lane, e),
-                              from.col + tile * MACKO_SLAB_TILE_COLS + macko_slab_col(from.lane, j, e), whole);
-            }
-    }
-    __device__ __forceinline__ uint32_t value(int step, int i) const {
-        return pairs[step][i / 2] >> 16 * (i % 2) & 0xffff;
+        for (int step = 0; step < STEPS; step++) steps[step].load(w, m.rows, m.cols, from, tile, step);
     }
     // 0: it is no value.
     __device__ __forceinline__ uint32_t code(macko_dtype dtype, int step, int i, const uint8_t *codes) const {
-        const uint32_t own = value(step, i);
+        const uint32_t own = steps[step][i];
         if (macko_sparse11_has_low_bits(dtype, own)) return NO_CODE;
         return own & 0x7fff ? codes[macko_sparse11_split(dtype, own) >> 8] : 0;
     }
@@ -151,7 +139,7 @@ __global__ void __launch_bounds__(THREADS)
         for (int step = 0; step < STEPS; step++)
 #pragma unroll
             for (int n = 0; n < STEP_ELEMENTS; n++) {
-                const int i = macko_sparse11_nth(n);
+                const int i = macko_slab_nth_element(n);
                 uint32_t code = elements.code(m.dtype, step, i, codes);
                 if (code == NO_CODE) code = 0;
                 if (step < WORDS)
@@ -160,7 +148,7 @@ __global__ void __launch_bounds__(THREADS)
                     for (int k = 0; k < WORDS; k++) words[k] |= (code >> k & 1) << (4 * i + 3);
                 if (code) {
                     ((uint8_t *)buffer)[place / 4 * MACKO_SPARSE11_ROW_BYTES + column * 4 + place % 4] =
-                        (uint8_t)macko_sparse11_split(m.dtype, elements.value(step, i));
+                        (uint8_t)macko_sparse11_split(m.dtype, elements.steps[step][i]);
                     place++;
                 }
             }

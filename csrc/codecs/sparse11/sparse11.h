@@ -80,11 +80,6 @@ MACKO_SLAB_FN int macko_sparse11_words(int listed) {
     return listed ? listed + 1 : 0;
 }
 
-/* Element of a step that is the nth in a stream. */
-MACKO_SLAB_FN int macko_sparse11_nth(int n) {
-    return n < 4 ? n : 11 - n;
-}
-
 /* A value as the layout takes it apart, and back; of float16 those without lower bits. */
 MACKO_SLAB_FN int macko_sparse11_low_bits(macko_dtype dtype) {
     return dtype == MACKO_F16 ? 3 : 0;

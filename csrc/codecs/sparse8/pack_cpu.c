@@ -13,17 +13,12 @@ static inline int mask_at(int tile, int slice, int lane) {
     return tile * MACKO_SLAB_MASK_BYTES + (slice * MACKO_SLAB_LANES + lane) * 4;
 }
 
-/* Element of its step, and bit of the mask, of the nth element of a lane's stream in a tile. */
-static inline int nth_in_step(int n) {
-    return n % STEP_ELEMENTS < 4 ? n % STEP_ELEMENTS : 11 - n % STEP_ELEMENTS;
-}
+/* Of the nth element of a lane's stream in a tile the bit of the mask, and where it is in the matrix. */
 static inline int nth_bit(int n) {
-    return macko_sparse8_bit(n / STEP_ELEMENTS, nth_in_step(n));
+    return macko_sparse8_bit(n / STEP_ELEMENTS, macko_slab_nth_element(n % STEP_ELEMENTS));
 }
-
-/* And where it is in the matrix. */
 static inline origin nth_element(origin tile_slice, int lane, int n) {
-    return place_of(tile_slice, n / STEP_ELEMENTS * STEP_PLACES + lane * STEP_ELEMENTS + nth_in_step(n));
+    return place_of(tile_slice, nth_place(lane, n));
 }
 
 static slice_plan plan_slice(slice_masks masks) {
@@ -150,11 +145,8 @@ static macko_fault check_slab(const macko_sparse8_matrix *m, int64_t slab) {
         value_rows += plans[slice].rows;
     }
     if (macko_sparse8_units(value_rows) != units) return FAULT(MACKO_SPARSE8_COUNT, value_rows);
-    for (int i = 0; i < MACKO_SLAB_SLICES * MACKO_SLAB_LANES * 4; i++) {
-        const uint8_t (*const starts)[4] = plans[i / (MACKO_SLAB_LANES * 4)].starts;
-        if (begin[MACKO_SPARSE8_STARTS_AT + i] != starts[i / 4 % MACKO_SLAB_LANES][i % 4])
-            return FAULT(MACKO_SPARSE8_START, MACKO_SPARSE8_STARTS_AT + i);
-    }
+    const int start = bad_start(begin + MACKO_SPARSE8_STARTS_AT, plans);
+    if (start >= 0) return FAULT(MACKO_SPARSE8_START, MACKO_SPARSE8_STARTS_AT + start);
     uint32_t values_at = MACKO_SPARSE8_VALUES_AT;
     for (int word = 0; word < MACKO_SLAB_UNIT / 4; word++) {
         const int byte = MACKO_SPARSE8_SLICES_AT + word * 4;

@@ -9,11 +9,6 @@ namespace {
 
 constexpr int TILES = MACKO_SLAB_TILES, STEPS = MACKO_SPARSE8_STEPS;
 
-// The nth element of a step in a stream.
-__device__ __forceinline__ int nth_in_step(int n) {
-    return n < 4 ? n : 11 - n;
-}
-
 // The lane's masks of a slice.
 __device__ __forceinline__ void find_masks(const macko_sparse8_matrix &m, const uint8_t *w, const slice_of &from,
                                            uint32_t (&masks)[TILES]) {
@@ -82,7 +77,7 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_sparse8_matri
             load_codes(w, m.rows, m.cols, from, tile, step, m.kind, m.dtype, words);
 #pragma unroll
             for (int n = 0; n < STEP_ELEMENTS; n++) {
-                const int i = nth_in_step(n);
+                const int i = macko_slab_nth_element(n);
                 if (!(masks[tile] >> macko_sparse8_bit(step, i) & 1)) continue;
                 ((uint8_t *)buffer)[k / 4 * MACKO_SPARSE8_ROW_BYTES + column * 4 + k % 4] =
                     (uint8_t)(words[i / 4] >> 8 * (i % 4));

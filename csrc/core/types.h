@@ -12,6 +12,13 @@
 #define MACKO_C_END
 #endif
 
+/* Functions of the host, which kernels call too. */
+#ifdef __CUDACC__
+#define MACKO_FN static __host__ __device__ __forceinline__
+#else
+#define MACKO_FN static inline
+#endif
+
 /* Functions of the CUDA library are declared where it is compiled. */
 #if defined(__CUDACC__) || defined(USE_CUDA)
 #define MACKO_HAVE_CUDA

@@ -6,17 +6,11 @@
  *     place      of a pair: its row in what linear_experts gives, where pairs are sorted by expert, and by number
  *     ends[e]    the first place behind those of expert e
  */
-#ifndef MACKO_EXPERTS_H
-#define MACKO_EXPERTS_H
+#pragma once
 
 #include "../core/types.h"
-#if defined(__CUDACC__) || defined(USE_CUDA)
-#include <cuda_runtime_api.h>
-#endif
 
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 /* ids [pairs], int64 or int32. One of another process, below 0 or from `experts` on, comes last, and its place is -1. */
 typedef struct macko_expert_order {
@@ -44,7 +38,7 @@ void macko_expert_order_cpu(const macko_expert_order *p);
 /* Tokens [begin, end). */
 void macko_expert_sum_cpu(const macko_expert_sum *p, int64_t begin, int64_t end);
 
-#if defined(__CUDACC__) || defined(USE_CUDA)
+#ifdef MACKO_HAVE_CUDA
 /* cudaErrorInvalidValue: more experts than shared memory counts, some 6,000. */
 cudaError_t macko_expert_order_cuda(const macko_expert_order *p, cudaStream_t stream);
 cudaError_t macko_expert_sum_cuda(const macko_expert_sum *p, cudaStream_t stream);
@@ -53,8 +47,4 @@ cudaError_t macko_expert_rows_cuda(const int32_t *order, int64_t count, int64_t 
                                    int64_t cols, void *y, cudaStream_t stream);
 #endif
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

@@ -27,7 +27,7 @@ typedef struct macko_planes12 {
     macko_dtype dtype; /* MACKO_BF16 or MACKO_F16 */
 } macko_planes12;
 
-MACKO_SLAB_FN int64_t macko_planes12_high_bytes(int64_t cols) {
+MACKO_FN int64_t macko_planes12_high_bytes(int64_t cols) {
     return (cols + 1) / 2;
 }
 

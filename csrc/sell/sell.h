@@ -48,12 +48,6 @@
 
 #include "../core/types.h"
 
-#ifdef __CUDACC__
-#define MACKO_SELL_FN static __host__ __device__ inline
-#else
-#define MACKO_SELL_FN static inline
-#endif
-
 MACKO_C_BEGIN
 
 enum {
@@ -96,36 +90,36 @@ typedef struct macko_sell_matrix {
     int64_t rows, cols, slots;
 } macko_sell_matrix;
 
-MACKO_SELL_FN int macko_sell_min(int a, int b) {
+MACKO_FN int macko_sell_min(int a, int b) {
     return a < b ? a : b;
 }
 
-MACKO_SELL_FN int macko_sell_slot_bytes(int gap_bits) {
+MACKO_FN int macko_sell_slot_bytes(int gap_bits) {
     return MACKO_SELL_LANES * (MACKO_SELL_STEP * 2 + gap_bits * 2);
 }
 
-MACKO_SELL_FN int macko_sell_groups(const macko_sell_block *b) {
+MACKO_FN int macko_sell_groups(const macko_sell_block *b) {
     return (b->rows * b->chunks + MACKO_SELL_LANES - 1) / MACKO_SELL_LANES;
 }
 
 /* Groups of `steps` steps; the others have one less. */
-MACKO_SELL_FN int macko_sell_long_groups(const macko_sell_block *b) {
+MACKO_FN int macko_sell_long_groups(const macko_sell_block *b) {
     return (b->rows * b->long_chunks + MACKO_SELL_LANES - 1) / MACKO_SELL_LANES;
 }
 
 /* How many of the first `groups` groups belong to a warp. */
-MACKO_SELL_FN int macko_sell_groups_of_warp(int groups, int warps, int warp) {
+MACKO_FN int macko_sell_groups_of_warp(int groups, int warps, int warp) {
     return (groups + warps - 1 - warp) / warps;
 }
 
 /* Steps of a warp; never more than of the warp before it. */
-MACKO_SELL_FN int macko_sell_steps_of_warp(const macko_sell_block *b, int warps, int warp) {
+MACKO_FN int macko_sell_steps_of_warp(const macko_sell_block *b, int warps, int warp) {
     return macko_sell_groups_of_warp(macko_sell_groups(b), warps, warp) * (b->steps - 1) +
            macko_sell_groups_of_warp(macko_sell_long_groups(b), warps, warp);
 }
 
 /* Slots of the first `stages` stages of a block. */
-MACKO_SELL_FN int macko_sell_slots_before(const macko_sell_block *b, int warps, int stages) {
+MACKO_FN int macko_sell_slots_before(const macko_sell_block *b, int warps, int stages) {
     int slots = 0;
     for (int warp = 0; warp < warps; warp += 2)
         slots += 2 * macko_sell_min(macko_sell_steps_of_warp(b, warps, warp), stages);
@@ -133,35 +127,35 @@ MACKO_SELL_FN int macko_sell_slots_before(const macko_sell_block *b, int warps, 
 }
 
 /* Slot in data where a stage of the head begins, and where the tail of a block does, its stages after the head. */
-MACKO_SELL_FN int64_t macko_sell_head_slot(int block, int num_blocks, int warps, int stage) {
+MACKO_FN int64_t macko_sell_head_slot(int block, int num_blocks, int warps, int stage) {
     return ((int64_t)stage * num_blocks + block) * warps;
 }
-MACKO_SELL_FN int64_t macko_sell_tail_slot(const macko_sell_block *b, int num_blocks, int warps, int head) {
+MACKO_FN int64_t macko_sell_tail_slot(const macko_sell_block *b, int num_blocks, int warps, int head) {
     return macko_sell_head_slot(0, num_blocks, warps, head) + b->slot;
 }
 
 /* Slot in data of a warp's step (= stage) of a block. */
-MACKO_SELL_FN int64_t macko_sell_slot(const macko_sell_block *b, int block, int num_blocks, int warps, int head,
-                                      int stage, int warp) {
+MACKO_FN int64_t macko_sell_slot(const macko_sell_block *b, int block, int num_blocks, int warps, int head, int stage,
+                                 int warp) {
     if (stage < head) return macko_sell_head_slot(block, num_blocks, warps, stage) + warp;
     return macko_sell_tail_slot(b, num_blocks, warps, head) + macko_sell_slots_before(b, warps, stage) -
            macko_sell_slots_before(b, warps, head) + warp;
 }
 
 /* First task of a group in bases: of a warp's first group, of a later one (counted from there), of any. */
-MACKO_SELL_FN int64_t macko_sell_first_base(int block, int warps, int group) {
+MACKO_FN int64_t macko_sell_first_base(int block, int warps, int group) {
     return ((int64_t)block * warps + group) * MACKO_SELL_LANES;
 }
-MACKO_SELL_FN int64_t macko_sell_later_base(const macko_sell_block *b, int num_blocks, int warps, int later) {
+MACKO_FN int64_t macko_sell_later_base(const macko_sell_block *b, int num_blocks, int warps, int later) {
     return ((int64_t)num_blocks * warps + b->group + later) * MACKO_SELL_LANES;
 }
-MACKO_SELL_FN int64_t macko_sell_base(const macko_sell_block *b, int block, int num_blocks, int warps, int group) {
+MACKO_FN int64_t macko_sell_base(const macko_sell_block *b, int block, int num_blocks, int warps, int group) {
     return group < warps ? macko_sell_first_base(block, warps, group)
                          : macko_sell_later_base(b, num_blocks, warps, group - warps);
 }
 
 /* First step of a chunk within its row. */
-MACKO_SELL_FN int macko_sell_chunk_start(const macko_sell_block *b, int chunk) {
+MACKO_FN int macko_sell_chunk_start(const macko_sell_block *b, int chunk) {
     return chunk * (b->steps - 1) + macko_sell_min(chunk, b->long_chunks);
 }
 
@@ -180,12 +174,12 @@ typedef struct macko_sell_shape {
     int shared_bytes; /* of a block */
 } macko_sell_shape;
 
-MACKO_SELL_FN int macko_sell_x_bytes(int64_t cols) {
+MACKO_FN int macko_sell_x_bytes(int64_t cols) {
     return (int)((cols + MACKO_SELL_PAD) * 2 + 127) / 128 * 128;
 }
 
 /* Shared memory of a block but for the stages: x, zeros after it, one partial sum a task. */
-MACKO_SELL_FN int macko_sell_fixed_bytes(int64_t cols) {
+MACKO_FN int macko_sell_fixed_bytes(int64_t cols) {
     return macko_sell_x_bytes(cols) + MACKO_SELL_MAX_SUMS * 4;
 }
 
@@ -195,8 +189,7 @@ MACKO_SELL_FN int macko_sell_fixed_bytes(int64_t cols) {
  * spmv_cuda.cu), 143 KB 2-5 %; 96 KB by one block are 0.6 % slower at 9216 x 36864, with PDL.
  * A block takes so much shared memory that no third one fits: the next launch's would be placed unevenly (+15 %).
  */
-MACKO_SELL_FN macko_sell_shape macko_sell_launch_shape(int64_t cols, int gap_bits, int warps,
-                                                       macko_sell_device device) {
+MACKO_FN macko_sell_shape macko_sell_launch_shape(int64_t cols, int gap_bits, int warps, macko_sell_device device) {
     const int stage = warps * macko_sell_slot_bytes(gap_bits), fixed = macko_sell_fixed_bytes(cols);
     macko_sell_shape shape = {warps, warps > 8 ? 1 : 2, 0, 0, 0};
     int available = macko_sell_min(device.shared_per_sm / 2 - 1024, device.shared_per_block) - MACKO_SELL_BARRIER_BYTES;
@@ -219,8 +212,7 @@ MACKO_SELL_FN macko_sell_shape macko_sell_launch_shape(int64_t cols, int gap_bit
  * How to cut a matrix: one wave of blocks, so that each SM has the same work and none is waited for by another; more
  * only where a block would exceed its table of partial sums (macko_sell_totals.sums says so; then pack again with twice as many).
  */
-MACKO_SELL_FN macko_sell_shape macko_sell_pack_shape(int64_t rows, int64_t cols, int gap_bits,
-                                                     macko_sell_device device) {
+MACKO_FN macko_sell_shape macko_sell_pack_shape(int64_t rows, int64_t cols, int gap_bits, macko_sell_device device) {
     macko_sell_shape shape = macko_sell_launch_shape(cols, gap_bits, 8, device);
     if (shape.stages == 0 || shape.blocks_per_sm == 1) {
         shape = macko_sell_launch_shape(cols, gap_bits, MACKO_SELL_MAX_WARPS, device);

@@ -1,5 +1,5 @@
-// Products of a stack of experts' matrices in slabs, on CUDA. Each codec has this function for its macko_NAME_matrix, in
-// experts_cuda.cu and experts_many_cuda.cu.
+// Products of a stack of experts' matrices in slabs, on CUDA. Each codec has these functions for its macko_NAME_matrix, in
+// experts_cuda.cu.
 #pragma once
 
 #include "../core/device.h"

@@ -3,8 +3,7 @@
  * [experts * row_blocks * 64, cols], of which the row blocks of expert e follow those of e - 1. By sizes alone, so that a
  * CUDA graph holds for any routing: pure functions, without CUDA.
  */
-#ifndef MACKO_SLAB_EXPERTS_PLAN_H
-#define MACKO_SLAB_EXPERTS_PLAN_H
+#pragma once
 
 #include "many_plan.h"
 #include "ring_plan.h"
@@ -54,19 +53,19 @@ static inline bool macko_experts_are_many(const macko_experts_problem *p, int64_
 }
 
 /* Shared memory besides stages: sums that meet, of each expert two numbers, of each warp one. */
-MACKO_SLAB_FN int64_t macko_experts_besides(int64_t experts) {
+MACKO_FN int64_t macko_experts_besides(int64_t experts) {
     return 3 * 2 * MACKO_RING_SUMS_BYTES + (2 * (experts + 1) + MACKO_RING_WARPS) * 4;
 }
 
 /* The plan of a launch that writes nothing but the zeros of rows that are no expert's. */
-MACKO_SLAB_FN macko_experts_plan macko_experts_plan_of_zeros(const macko_experts_problem *p) {
+MACKO_FN macko_experts_plan macko_experts_plan_of_zeros(const macko_experts_problem *p) {
     const macko_experts_plan plan = {
         .tile = MACKO_EXPERTS_LEAST_TOKENS, .blocks = p->sms, .shared_bytes = (int)macko_experts_besides(p->experts)};
     return plan;
 }
 
 /* false: two stages do not fit into shared memory. */
-MACKO_SLAB_FN bool macko_experts_plan_of(const macko_experts_problem *p, macko_experts_plan *plan) {
+MACKO_FN bool macko_experts_plan_of(const macko_experts_problem *p, macko_experts_plan *plan) {
     /* A tile holds what most experts have: half as many again as their mean, of which there are no more than tokens. */
     int64_t wanted = (p->tokens * 3 + 2 * p->experts - 1) / (2 * p->experts);
     if (wanted > p->tokens) wanted = p->tokens;
@@ -88,5 +87,3 @@ MACKO_SLAB_FN bool macko_experts_plan_of(const macko_experts_problem *p, macko_e
     plan->blocks = (int)(items < p->sms ? items : p->sms);
     return true;
 }
-
-#endif

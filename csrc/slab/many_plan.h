@@ -2,13 +2,13 @@
  * How to multiply many tokens: which shape of block, and which output tiles are split (schedule.h). Pure functions of
  * sizes, without CUDA; tests/kernels/test_tile.py calls them on the host.
  */
-#ifndef MACKO_SLAB_MANY_PLAN_H
-#define MACKO_SLAB_MANY_PLAN_H
+#pragma once
 
 #include "schedule.h"
 
+MACKO_C_BEGIN
+
 #ifdef __cplusplus
-extern "C" {
 #define MACKO_SLAB_SHAPE_FN constexpr inline
 #else
 #define MACKO_SLAB_SHAPE_FN static inline
@@ -92,11 +92,8 @@ typedef struct macko_slab_many_plan {
 bool macko_slab_many_choose(const macko_slab_many_problem *problem, const macko_slab_many_way *way,
                             macko_slab_many_plan *plan);
 
-MACKO_SLAB_FN int64_t macko_slab_many_flag_bytes(macko_slab_many_shape shape, int shares) {
+MACKO_FN int64_t macko_slab_many_flag_bytes(macko_slab_many_shape shape, int shares) {
     return (shares * MACKO_SLAB_CLUSTER_BLOCKS * shape.row_blocks * 8 + 127) / 128 * 128;
 }
-#ifdef __cplusplus
-}
-#endif
 
-#endif
+MACKO_C_END

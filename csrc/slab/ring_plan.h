@@ -2,8 +2,7 @@
  * How the kernel of rings (ring_kernel.cuh) shares a matrix among blocks, by sizes alone: pure functions, without CUDA;
  * tests/kernels/test_ring.py calls them on the host.
  */
-#ifndef MACKO_SLAB_RING_PLAN_H
-#define MACKO_SLAB_RING_PLAN_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -52,7 +51,7 @@ typedef struct macko_ring_shares {
 } macko_ring_shares;
 
 /* The first slab of a block; of the block after the last one their number. */
-MACKO_SLAB_FN int64_t macko_ring_share_at(const macko_ring_shares *s, int block) {
+MACKO_FN int64_t macko_ring_share_at(const macko_ring_shares *s, int block) {
     if (s->ways) return (int64_t)(block / s->ways) * s->slabs + (int64_t)(block % s->ways) * s->give;
     return block * s->all_slabs / s->blocks;
 }
@@ -63,31 +62,31 @@ MACKO_SLAB_FN int64_t macko_ring_share_at(const macko_ring_shares *s, int block)
  * (docs/kernels.md). GPUs of 9 and 10 feed mma.sync at half of their tensor cores' rate: on an H100 128 tokens take 1.6
  * times F.linear's time by this kernel, and 512 take twice F.linear's by dense rows.
  */
-MACKO_SLAB_FN int64_t macko_ring_tokens_of(int major) {
+MACKO_FN int64_t macko_ring_tokens_of(int major) {
     return major < 8 ? 0 : major == 9 || major == 10 ? 192 : 512;
 }
 
-MACKO_SLAB_FN int macko_ring_tokens(int64_t tokens) {
+MACKO_FN int macko_ring_tokens(int64_t tokens) {
     return tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : MACKO_RING_MOST_TOKENS;
 }
 
-MACKO_SLAB_FN int64_t macko_ring_token_blocks(int64_t tokens) {
+MACKO_FN int64_t macko_ring_token_blocks(int64_t tokens) {
     return (tokens + MACKO_RING_MOST_TOKENS - 1) / MACKO_RING_MOST_TOKENS;
 }
 
 /* Of a stage. */
-MACKO_SLAB_FN int macko_ring_row_blocks(macko_ring_kind kind) {
+MACKO_FN int macko_ring_row_blocks(macko_ring_kind kind) {
     return kind == MACKO_RING_TWO_ROWS ? 2 : 1;
 }
 
 /* How many blocks there may be of each block of tokens. */
-MACKO_SLAB_FN int64_t macko_ring_most_blocks(const macko_ring_problem *p) {
+MACKO_FN int64_t macko_ring_most_blocks(const macko_ring_problem *p) {
     const int64_t blocks = p->sms / macko_ring_token_blocks(p->tokens);
     return blocks ? blocks : 1;
 }
 
 /* Fits a shape into shared memory; false where it does not. */
-MACKO_SLAB_FN bool macko_ring_fits(const macko_ring_problem *p, macko_ring_shape *shape) {
+MACKO_FN bool macko_ring_fits(const macko_ring_problem *p, macko_ring_shape *shape) {
     const bool x_in_halves = shape->kind == MACKO_RING_HALVES;
     const int rings = shape->kind == MACKO_RING_PAIRS ? 2 : 1, row_blocks = macko_ring_row_blocks(shape->kind),
               groups = 4 / row_blocks;
@@ -109,7 +108,7 @@ MACKO_SLAB_FN bool macko_ring_fits(const macko_ring_problem *p, macko_ring_shape
  * Whether two row blocks share their tokens, where pairs do not fit: 28672 x 8192 of tile by 64 tokens took 141 us for 174
  * (H100). With few stages a block, waiting for the others' sums takes more than it brings: 4096 x 4096, 21 us for 17.
  */
-MACKO_SLAB_FN bool macko_ring_two_rows_pay(const macko_ring_problem *p) {
+MACKO_FN bool macko_ring_two_rows_pay(const macko_ring_problem *p) {
     const int64_t stages = (p->row_blocks + 1) / 2 * p->slabs;
     return p->tokens > 32 && stages >= 8 * macko_ring_most_blocks(p);
 }
@@ -119,7 +118,7 @@ MACKO_SLAB_FN bool macko_ring_two_rows_pay(const macko_ring_problem *p) {
  * by dense rows. Up to 64 tokens, those that fill the same shape have the same bits, however many there are; above, blocks
  * of 64 tokens share the SMs, and bits depend on how many blocks there are.
  */
-MACKO_SLAB_FN bool macko_ring_shape_of(const macko_ring_problem *p, macko_ring_shape *shape) {
+MACKO_FN bool macko_ring_shape_of(const macko_ring_problem *p, macko_ring_shape *shape) {
     const macko_ring_shape tried = {.tokens = macko_ring_tokens(p->tokens)};
     *shape = tried;
     for (int kind = p->prefers_pairs ? MACKO_RING_PAIRS : MACKO_RING_WIDE; kind <= MACKO_RING_HALVES; kind++) {
@@ -133,7 +132,7 @@ MACKO_SLAB_FN bool macko_ring_shape_of(const macko_ring_problem *p, macko_ring_s
 }
 
 /* The shares of each block of tokens. */
-MACKO_SLAB_FN macko_ring_shares macko_ring_shares_of(const macko_ring_problem *p, const macko_ring_shape *shape) {
+MACKO_FN macko_ring_shares macko_ring_shares_of(const macko_ring_problem *p, const macko_ring_shape *shape) {
     const int together = macko_ring_row_blocks(shape->kind);
     const int64_t row_blocks = (p->row_blocks + together - 1) / together, all = row_blocks * p->slabs;
     int64_t blocks = macko_ring_most_blocks(p), ways;
@@ -152,16 +151,14 @@ MACKO_SLAB_FN macko_ring_shares macko_ring_shares_of(const macko_ring_problem *p
 }
 
 /* Of the row blocks of a stage. */
-MACKO_SLAB_FN int macko_ring_sums_bytes(const macko_ring_shape *shape) {
+MACKO_FN int macko_ring_sums_bytes(const macko_ring_shape *shape) {
     return macko_ring_row_blocks(shape->kind) * shape->tokens * MACKO_SLAB_ROWS * 4;
 }
 
 /* Device memory for any shape, with any content: of each block sums, and a flag. */
-MACKO_SLAB_FN int64_t macko_ring_workspace_bytes(int64_t tokens, int sms) {
+MACKO_FN int64_t macko_ring_workspace_bytes(int64_t tokens, int sms) {
     const int64_t token_blocks = macko_ring_token_blocks(tokens), blocks = sms > token_blocks ? sms : token_blocks;
     const macko_ring_shape largest = {.kind = tokens > 32 ? MACKO_RING_TWO_ROWS : MACKO_RING_WIDE,
                                       .tokens = macko_ring_tokens(tokens)};
     return blocks * (macko_ring_sums_bytes(&largest) + 8);
 }
-
-#endif

@@ -84,24 +84,24 @@ typedef struct macko_slab_segment {
     bool fixes_up; /* adds up the partial sums that other clusters have of the tile */
 } macko_slab_segment;
 
-MACKO_SLAB_FN int macko_slab_min(int a, int b) {
+MACKO_FN int macko_slab_min(int a, int b) {
     return a < b ? a : b;
 }
 
-MACKO_SLAB_FN macko_slab_divisor macko_slab_divisor_of(int64_t by) {
+MACKO_FN macko_slab_divisor macko_slab_divisor_of(int64_t by) {
     macko_slab_divisor d = {0, 0};
     while (1ll << d.shift < by) d.shift++;
     d.factor = (uint32_t)(((1ll << (31 + d.shift)) + by - 1) / by);
     return d;
 }
 /* Of numbers from 0 on. */
-MACKO_SLAB_FN int macko_slab_divide(int number, const macko_slab_divisor *by) {
+MACKO_FN int macko_slab_divide(int number, const macko_slab_divisor *by) {
     return (int)((uint64_t)((uint32_t)number << 1) * by->factor >> 32 >> by->shift);
 }
 
 /* Tells the compiler that all lanes have the same. Divisions hide it, and pipeline states in ordinary registers cost
  * the products 6 % (H200). */
-MACKO_SLAB_FN int macko_slab_uniform(int value) {
+MACKO_FN int macko_slab_uniform(int value) {
 #ifdef __CUDA_ARCH__
     return __shfl_sync(0xffffffffu, value, 0);
 #else
@@ -110,12 +110,12 @@ MACKO_SLAB_FN int macko_slab_uniform(int value) {
 }
 
 /* Shares begin from the last cluster on: who has a tile's end is started before who has its beginning. */
-MACKO_SLAB_FN int macko_slab_share_index(const macko_slab_share *share) {
+MACKO_FN int macko_slab_share_index(const macko_slab_share *share) {
     return share->schedule->clusters - 1 - share->cluster;
 }
 
-MACKO_SLAB_FN macko_slab_share macko_slab_share_of(const macko_slab_schedule *schedule, macko_slab_many_shape shape,
-                                                   uint32_t block) {
+MACKO_FN macko_slab_share macko_slab_share_of(const macko_slab_schedule *schedule, macko_slab_many_shape shape,
+                                              uint32_t block) {
     macko_slab_share s;
     s.schedule = schedule;
     s.shape = shape;
@@ -137,7 +137,7 @@ MACKO_SLAB_FN macko_slab_share macko_slab_share_of(const macko_slab_schedule *sc
  *         const macko_slab_segment segment = macko_slab_segment_at(&share, next);
  *         next += macko_slab_length(&segment);
  */
-MACKO_SLAB_FN macko_slab_segment macko_slab_segment_at(const macko_slab_share *share, int half) {
+MACKO_FN macko_slab_segment macko_slab_segment_at(const macko_slab_share *share, int half) {
     const macko_slab_schedule *schedule = share->schedule;
     const bool whole = half < share->whole;
     const int at = whole ? half : share->split_begin + half - share->whole;
@@ -158,29 +158,29 @@ MACKO_SLAB_FN macko_slab_segment macko_slab_segment_at(const macko_slab_share *s
     s.own_end = macko_slab_min(s.end, s.own + each);
     return s;
 }
-MACKO_SLAB_FN int macko_slab_length(const macko_slab_segment *segment) {
+MACKO_FN int macko_slab_length(const macko_slab_segment *segment) {
     return segment->end - segment->first;
 }
 
 /* A block takes the second half of a slab if its half slabs begin there, then the first half of one if they end there,
  * then whole slabs: how many, how many of them are no whole slab, and the nth one. */
-MACKO_SLAB_FN int macko_slab_own_count(const macko_slab_segment *s) {
+MACKO_FN int macko_slab_own_count(const macko_slab_segment *s) {
     return s->own_end - s->own;
 }
-MACKO_SLAB_FN int macko_slab_begins_inside(const macko_slab_segment *s) {
+MACKO_FN int macko_slab_begins_inside(const macko_slab_segment *s) {
     return s->own < s->own_end ? s->own % 2 : 0;
 }
-MACKO_SLAB_FN int macko_slab_singles(const macko_slab_segment *s) {
+MACKO_FN int macko_slab_singles(const macko_slab_segment *s) {
     return s->own < s->own_end ? s->own % 2 + s->own_end % 2 : 0;
 }
-MACKO_SLAB_FN int macko_slab_nth(const macko_slab_segment *s, int i) {
+MACKO_FN int macko_slab_nth(const macko_slab_segment *s, int i) {
     return i < macko_slab_begins_inside(s) ? s->own
            : i < macko_slab_singles(s)     ? s->own_end - 1
                                            : s->own + i - macko_slab_singles(s) + macko_slab_begins_inside(s);
 }
 
 /* How many other shares have partial sums of the tile that this one fixes up: those that follow it. */
-MACKO_SLAB_FN int macko_slab_contributors(const macko_slab_share *share, int tile) {
+MACKO_FN int macko_slab_contributors(const macko_slab_share *share, int tile) {
     const macko_slab_schedule *schedule = share->schedule;
     int count = 0;
     if (schedule->kept < schedule->half_slabs) return 1;
@@ -189,7 +189,7 @@ MACKO_SLAB_FN int macko_slab_contributors(const macko_slab_share *share, int til
 }
 
 /* Which partial sums in the workspace a share has of a tile: who fixes up its own takes those that follow its index. */
-MACKO_SLAB_FN int macko_slab_given(const macko_slab_share *share, int tile) {
+MACKO_FN int macko_slab_given(const macko_slab_share *share, int tile) {
     return share->schedule->kept < share->schedule->half_slabs ? tile + 1 : macko_slab_share_index(share);
 }
 
@@ -198,7 +198,7 @@ MACKO_SLAB_FN int macko_slab_given(const macko_slab_share *share, int tile) {
 typedef struct macko_slab_place {
     int row_tile, token_tile;
 } macko_slab_place;
-MACKO_SLAB_FN macko_slab_place macko_slab_place_of(const macko_slab_schedule *schedule, int tile) {
+MACKO_FN macko_slab_place macko_slab_place_of(const macko_slab_schedule *schedule, int tile) {
     const int raster = macko_slab_divide(tile, &schedule->by_raster);
     const int inside = tile - raster * MACKO_SLAB_RASTER_ROWS * schedule->token_tiles;
     const int rows = macko_slab_min(MACKO_SLAB_RASTER_ROWS, schedule->row_tiles - raster * MACKO_SLAB_RASTER_ROWS);
@@ -208,7 +208,7 @@ MACKO_SLAB_FN macko_slab_place macko_slab_place_of(const macko_slab_schedule *sc
     return place;
 }
 /* The first of a block's row blocks. */
-MACKO_SLAB_FN int macko_slab_first_row_block(const macko_slab_share *share, int row_tile) {
+MACKO_FN int macko_slab_first_row_block(const macko_slab_share *share, int row_tile) {
     return (share->shape.split_k > 1 ? row_tile : row_tile * MACKO_SLAB_CLUSTER_BLOCKS + share->rank) *
            share->shape.row_blocks;
 }

@@ -29,12 +29,6 @@
 
 #include "../core/types.h"
 
-#ifdef __CUDACC__
-#define MACKO_SLAB_FN static __host__ __device__ __forceinline__
-#else
-#define MACKO_SLAB_FN static inline
-#endif
-
 MACKO_C_BEGIN
 
 enum {
@@ -58,30 +52,30 @@ enum {
     MACKO_SLAB_MOST_OUTPUTS = 3, /* of a product */
 };
 
-MACKO_SLAB_FN int64_t macko_slab_row_blocks(int64_t rows) {
+MACKO_FN int64_t macko_slab_row_blocks(int64_t rows) {
     return (rows + MACKO_SLAB_ROWS - 1) / MACKO_SLAB_ROWS;
 }
 
 /* Of a row block. */
-MACKO_SLAB_FN int64_t macko_slabs_across(int64_t cols) {
+MACKO_FN int64_t macko_slabs_across(int64_t cols) {
     return (cols + MACKO_SLAB_COLS - 1) / MACKO_SLAB_COLS;
 }
 
 /* Of a matrix. */
-MACKO_SLAB_FN int64_t macko_slab_count(int64_t rows, int64_t cols) {
+MACKO_FN int64_t macko_slab_count(int64_t rows, int64_t cols) {
     return macko_slab_row_blocks(rows) * macko_slabs_across(cols);
 }
 
 /* Row of a lane's element within its slice, and its column within its tile. */
-MACKO_SLAB_FN int macko_slab_row(int lane, int e) {
+MACKO_FN int macko_slab_row(int lane, int e) {
     return lane / 4 + 8 * (e / 2);
 }
-MACKO_SLAB_FN int macko_slab_col(int lane, int j, int e) {
+MACKO_FN int macko_slab_col(int lane, int j, int e) {
     return 16 * (j / 2) + 8 * (j % 2) + 2 * (lane % 4) + e % 2;
 }
 
 /* Element of a step that is the nth in a stream of bytes in columns (columns_cpu.h): 0, 1, 2, 3, 7, 6, 5, 4. */
-MACKO_SLAB_FN int macko_slab_nth_element(int n) {
+MACKO_FN int macko_slab_nth_element(int n) {
     return n < 4 ? n : 11 - n;
 }
 
@@ -104,7 +98,7 @@ typedef struct macko_slab_outputs {
     int64_t begins[MACKO_SLAB_MOST_OUTPUTS]; /* its first row; where there is no such output INT32_MAX */
 } macko_slab_outputs;
 /* Which output a row is of. */
-MACKO_SLAB_FN int macko_slab_output_of(const macko_slab_outputs *outputs, int64_t row) {
+MACKO_FN int macko_slab_output_of(const macko_slab_outputs *outputs, int64_t row) {
     return (row >= outputs->begins[1]) + (row >= outputs->begins[2]);
 }
 

@@ -1,6 +1,5 @@
 /* Numbers of the slide format on the CPU: e4m3, and a dense element of any source type. */
-#ifndef MACKO_SLIDE_CODES_CPU_H
-#define MACKO_SLIDE_CODES_CPU_H
+#pragma once
 
 #include <math.h>
 
@@ -48,5 +47,3 @@ static inline uint8_t macko_slide_quantise(float value, macko_slide_quantiser by
     if (!(scaled == scaled)) return 0;
     return (uint8_t)(int8_t)rintf(scaled > 127.0f ? 127.0f : scaled < -127.0f ? -127.0f : scaled);
 }
-
-#endif

@@ -25,20 +25,11 @@
  * by 2^64, so that Q / absmax stays finite. A row of zeros has scale 0. A row with NaN or Inf has scale NaN or Inf and
  * comes out as NaN: its codes are 0 or NaN. 16-bit types are kept as they are with scale 1, and so are 8-bit weights.
  */
-#ifndef MACKO_SLIDE_SLIDE_H
-#define MACKO_SLIDE_SLIDE_H
+#pragma once
 
 #include "../core/types.h"
 
-#ifdef __CUDACC__
-#define MACKO_SLIDE_FN static __host__ __device__ __forceinline__
-#else
-#define MACKO_SLIDE_FN static inline
-#endif
-
-#ifdef __cplusplus
-extern "C" {
-#endif
+MACKO_C_BEGIN
 
 enum {
     MACKO_SLIDE_MAX_N = 8,          /* 14:16 */
@@ -72,43 +63,43 @@ typedef struct macko_slide_shape {
     macko_slide_type type;
 } macko_slide_shape;
 
-MACKO_SLIDE_FN int macko_slide_element_bytes(macko_slide_type type) {
+MACKO_FN int macko_slide_element_bytes(macko_slide_type type) {
     return type <= MACKO_SLIDE_E4M3 ? 1 : 2;
 }
 
-MACKO_SLIDE_FN int64_t macko_slide_groups(int64_t cols, int n) {
+MACKO_FN int64_t macko_slide_groups(int64_t cols, int n) {
     return (cols + 2 * n - 1) / (2 * n);
 }
 
-MACKO_SLIDE_FN int64_t macko_slide_depth(int64_t cols, int n) {
+MACKO_FN int64_t macko_slide_depth(int64_t cols, int n) {
     const int64_t expanded = n ? macko_slide_groups(cols, n) * 4 * (n - 1) : cols;
     const int64_t units = (expanded + MACKO_SLIDE_DEPTH_UNIT - 1) / MACKO_SLIDE_DEPTH_UNIT;
     return (units ? units : 1) * MACKO_SLIDE_DEPTH_UNIT;
 }
 
 /* Even: the kernel keeps the metadata of two tiles in different registers, and takes them in pairs. */
-MACKO_SLIDE_FN int64_t macko_slide_k_tiles(int64_t cols, int n, macko_slide_type type) {
+MACKO_FN int64_t macko_slide_k_tiles(int64_t cols, int n, macko_slide_type type) {
     const int64_t bytes = macko_slide_depth(cols, n) * macko_slide_element_bytes(type);
     return (bytes + 2 * MACKO_SLIDE_TILE_BYTES - 1) / (2 * MACKO_SLIDE_TILE_BYTES) * 2;
 }
 
-MACKO_SLIDE_FN int64_t macko_slide_row_blocks(int64_t rows) {
+MACKO_FN int64_t macko_slide_row_blocks(int64_t rows) {
     return (rows + MACKO_SLIDE_BLOCK_ROWS - 1) / MACKO_SLIDE_BLOCK_ROWS;
 }
 
 /* 128 threads give two words of metadata each to 8-bit tiles and one to 16-bit ones, which hold half the windows. */
-MACKO_SLIDE_FN int macko_slide_tile_bytes(int n, macko_slide_type type) {
+MACKO_FN int macko_slide_tile_bytes(int n, macko_slide_type type) {
     if (!n) return 2 * MACKO_SLIDE_VALUE_BYTES;
     return MACKO_SLIDE_VALUE_BYTES + 128 * (macko_slide_element_bytes(type) == 1 ? 8 : 4);
 }
 
 /* First column of window v of a row: windows of a group start two columns apart, groups 2n. */
-MACKO_SLIDE_FN int64_t macko_slide_column(int64_t window, int n) {
+MACKO_FN int64_t macko_slide_column(int64_t window, int n) {
     return 2 * (window + window / (n - 1));
 }
 
 /* Offset in a tile of byte `byte` of row `row`'s values: 64 bytes a row in a sparse tile, 128 in a dense one. */
-MACKO_SLIDE_FN int macko_slide_value_offset(int n, int row, int byte) {
+MACKO_FN int macko_slide_value_offset(int n, int row, int byte) {
     return n ? row * 64 + (((byte >> 4) ^ (row >> 1 & 3)) << 4) + (byte & 15)
              : row * 128 + (((byte >> 4) ^ (row & 7)) << 4) + (byte & 15);
 }
@@ -119,7 +110,7 @@ MACKO_SLIDE_FN int macko_slide_value_offset(int n, int row, int byte) {
  *   8 bits:  words window / 16; lane = 4 (row % 8) + 2 (window / 8 % 2) + row / 8 % 2; 8 windows of one row a word
  *   16 bits: one word; lane = 4 (row % 8) + window / 4; 4 windows of row % 16 < 8 in its low half, of row + 8 in its high
  */
-MACKO_SLIDE_FN int macko_slide_meta_offset(macko_slide_type type, int row, int window) {
+MACKO_FN int macko_slide_meta_offset(macko_slide_type type, int row, int window) {
     const int first_lane = row / 16 * 32 + row % 8 * 4, upper = row / 8 % 2;
     if (macko_slide_element_bytes(type) == 1)
         return MACKO_SLIDE_VALUE_BYTES + window / 16 * 512 + (first_lane + window / 8 % 2 * 2 + upper) * 4 +
@@ -132,7 +123,7 @@ typedef struct macko_slide_quantiser {
     float before, factor, scale;
 } macko_slide_quantiser;
 
-MACKO_SLIDE_FN macko_slide_quantiser macko_slide_quantiser_of(float absmax, macko_slide_type type) {
+MACKO_FN macko_slide_quantiser macko_slide_quantiser_of(float absmax, macko_slide_type type) {
     const float most = type == MACKO_SLIDE_S8 ? 127.0f : 448.0f;
     const float before = absmax < 0x1p-64f ? 0x1p64f : 1.0f; /* false for NaN */
     const macko_slide_quantiser made = {before, absmax == 0 ? 0.0f : most / (absmax * before), absmax / most};
@@ -193,9 +184,7 @@ typedef struct macko_slide_gemm_args {
 
 int macko_slide_gemm_cpu(const macko_slide_gemm_args *args, int64_t begin, int64_t end);
 
-#if defined(__CUDACC__) || defined(USE_CUDA)
-#include <cuda_runtime_api.h>
-
+#ifdef MACKO_HAVE_CUDA
 /*
  * CUDA. Everything is enqueued on `stream` of the current device; nothing synchronises or allocates. Every pointer is a
  * device pointer, that of args excepted; fp16 and bf16 only beside the types of slide.
@@ -222,8 +211,4 @@ cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_
 cudaError_t macko_slide_gemm_workspace(const macko_slide_gemm_args *args, int64_t *bytes);
 #endif
 
-#ifdef __cplusplus
-}
-#endif
-
-#endif
+MACKO_C_END

@@ -1,10 +1,9 @@
 /* What both packers share, so that both write the same bytes: pruning a group, sliding a row, filling its tiles. */
-#ifndef MACKO_SLIDE_WINDOWS_H
-#define MACKO_SLIDE_WINDOWS_H
+#pragma once
 
 #include "slide.h"
 
-MACKO_SLIDE_FN int macko_slide_is_zero(uint16_t code, macko_slide_type type) {
+MACKO_FN int macko_slide_is_zero(uint16_t code, macko_slide_type type) {
     const uint16_t no_sign = type == MACKO_SLIDE_S8 ? 0xff : type == MACKO_SLIDE_E4M3 ? 0x7f : 0x7fff;
     return !(code & no_sign);
 }
@@ -15,7 +14,7 @@ typedef struct macko_slide_taken {
     int used[2];
 } macko_slide_taken;
 
-MACKO_SLIDE_FN macko_slide_taken macko_slide_take(unsigned there) {
+MACKO_FN macko_slide_taken macko_slide_take(unsigned there) {
     int index[4], count = 0;
     for (int i = 0; i < 4; i++)
         if (there >> i & 1) index[count++] = i;
@@ -33,20 +32,20 @@ MACKO_SLIDE_FN macko_slide_taken macko_slide_take(unsigned there) {
     return taken;
 }
 
-MACKO_SLIDE_FN unsigned macko_slide_nonzeros(const uint16_t *group, int n, macko_slide_type type) {
+MACKO_FN unsigned macko_slide_nonzeros(const uint16_t *group, int n, macko_slide_type type) {
     unsigned mask = 0;
     for (int i = 0; i < 2 * n; i++) mask |= (unsigned)!macko_slide_is_zero(group[i], type) << i;
     return mask;
 }
 
-MACKO_SLIDE_FN void macko_slide_put(uint8_t *tile, int offset, uint16_t code, int bytes) {
+MACKO_FN void macko_slide_put(uint8_t *tile, int offset, uint16_t code, int bytes) {
     tile[offset] = (uint8_t)code;
     if (bytes == 2) tile[offset + 1] = (uint8_t)(code >> 8);
 }
 
 /* Writes row `row` of tile `k_tile` from the codes of the row, which are zero up to a whole number of groups. */
-MACKO_SLIDE_FN void macko_slide_fill_tile(const uint16_t *codes, int64_t cols, int n, macko_slide_type type, int row,
-                                          int64_t k_tile, uint8_t *tile) {
+MACKO_FN void macko_slide_fill_tile(const uint16_t *codes, int64_t cols, int n, macko_slide_type type, int row,
+                                    int64_t k_tile, uint8_t *tile) {
     const int bytes = macko_slide_element_bytes(type), tile_cols = MACKO_SLIDE_TILE_BYTES / bytes;
     if (!n) {
         for (int i = 0; i < tile_cols; i++) {
@@ -80,8 +79,8 @@ MACKO_SLIDE_FN void macko_slide_fill_tile(const uint16_t *codes, int64_t cols, i
 }
 
 /* The inverse: codes of one row from one of its tiles, each non-zero to its column where that lies inside the matrix. */
-MACKO_SLIDE_FN void macko_slide_read_tile(const uint8_t *tile, int64_t cols, int n, macko_slide_type type, int row,
-                                          int64_t k_tile, void *codes) {
+MACKO_FN void macko_slide_read_tile(const uint8_t *tile, int64_t cols, int n, macko_slide_type type, int row,
+                                    int64_t k_tile, void *codes) {
     const int bytes = macko_slide_element_bytes(type), tile_cols = MACKO_SLIDE_TILE_BYTES / bytes;
     for (int i = 0; i < (n ? tile_cols / 2 : tile_cols); i++) {
         const uint8_t *from = tile + macko_slide_value_offset(n, row, i * bytes);
@@ -100,5 +99,3 @@ MACKO_SLIDE_FN void macko_slide_read_tile(const uint8_t *tile, int64_t cols, int
             ((uint8_t *)codes)[col] = (uint8_t)code;
     }
 }
-
-#endif

@@ -56,18 +56,18 @@ typedef struct macko_dense12_matrix {
 } macko_dense12_matrix;
 
 /* Units of a slab that lists so many elements. */
-MACKO_SLAB_FN int macko_dense12_units(int listed) {
+MACKO_FN int macko_dense12_units(int listed) {
     return (MACKO_DENSE12_LIST_AT + 4 * listed + MACKO_SLAB_UNIT - 1) / MACKO_SLAB_UNIT;
 }
 
 /* An element as the layout takes it apart, and back; of float16 those without lower bits. */
-MACKO_SLAB_FN uint32_t macko_dense12_split(macko_dtype dtype, uint32_t value) {
+MACKO_FN uint32_t macko_dense12_split(macko_dtype dtype, uint32_t value) {
     return dtype == MACKO_F16 ? (value & 0x8000) | (value & 0x7fff) >> 3 : value;
 }
-MACKO_SLAB_FN uint32_t macko_dense12_join(macko_dtype dtype, uint32_t split) {
+MACKO_FN uint32_t macko_dense12_join(macko_dtype dtype, uint32_t split) {
     return dtype == MACKO_F16 ? (split & 0x8000) | (split & 0xfff) << 3 : split;
 }
-MACKO_SLAB_FN int macko_dense12_has_lower_bits(macko_dtype dtype, uint32_t value) {
+MACKO_FN int macko_dense12_has_lower_bits(macko_dtype dtype, uint32_t value) {
     return dtype == MACKO_F16 && value & 7;
 }
 

@@ -70,27 +70,27 @@ typedef struct macko_sparse11_matrix {
 } macko_sparse11_matrix;
 
 /* Units of a slab with so many rows of values, and words of its list. */
-MACKO_SLAB_FN int macko_sparse11_units(int value_rows, int words) {
+MACKO_FN int macko_sparse11_units(int value_rows, int words) {
     return (MACKO_SPARSE11_VALUES_AT + value_rows * MACKO_SPARSE11_ROW_BYTES + words * 4 + MACKO_SLAB_UNIT - 1) /
            MACKO_SLAB_UNIT;
 }
 
 /* Words of the list of a slice of a tile that has so many values in it. */
-MACKO_SLAB_FN int macko_sparse11_words(int listed) {
+MACKO_FN int macko_sparse11_words(int listed) {
     return listed ? listed + 1 : 0;
 }
 
 /* A value as the layout takes it apart, and back; of float16 those without lower bits. */
-MACKO_SLAB_FN int macko_sparse11_low_bits(macko_dtype dtype) {
+MACKO_FN int macko_sparse11_low_bits(macko_dtype dtype) {
     return dtype == MACKO_F16 ? 3 : 0;
 }
-MACKO_SLAB_FN uint32_t macko_sparse11_split(macko_dtype dtype, uint32_t value) {
+MACKO_FN uint32_t macko_sparse11_split(macko_dtype dtype, uint32_t value) {
     return value >> macko_sparse11_low_bits(dtype);
 }
-MACKO_SLAB_FN uint32_t macko_sparse11_join(macko_dtype dtype, uint32_t split) {
+MACKO_FN uint32_t macko_sparse11_join(macko_dtype dtype, uint32_t split) {
     return split << macko_sparse11_low_bits(dtype);
 }
-MACKO_SLAB_FN bool macko_sparse11_has_low_bits(macko_dtype dtype, uint32_t value) {
+MACKO_FN bool macko_sparse11_has_low_bits(macko_dtype dtype, uint32_t value) {
     return value & ((1u << macko_sparse11_low_bits(dtype)) - 1);
 }
 

@@ -46,12 +46,12 @@ typedef struct macko_sparse8_matrix {
 } macko_sparse8_matrix;
 
 /* Units of a slab with so many rows of values. */
-MACKO_SLAB_FN int macko_sparse8_units(int value_rows) {
+MACKO_FN int macko_sparse8_units(int value_rows) {
     return (MACKO_SPARSE8_VALUES_AT + value_rows * MACKO_SPARSE8_ROW_BYTES) / MACKO_SLAB_UNIT;
 }
 
 /* Bit of a mask, of element i of a step. */
-MACKO_SLAB_FN int macko_sparse8_bit(int step, int i) {
+MACKO_FN int macko_sparse8_bit(int step, int i) {
     return 4 * i + (step < 3 ? 2 - step : 3);
 }
 

@@ -59,7 +59,7 @@ typedef struct macko_tile_matrix {
 } macko_tile_matrix;
 
 /* Units of a slab with so many rows of values. */
-MACKO_SLAB_FN int macko_tile_units(int value_rows) {
+MACKO_FN int macko_tile_units(int value_rows) {
     return (MACKO_TILE_VALUES_AT + value_rows * MACKO_TILE_ROW_BYTES) / MACKO_SLAB_UNIT;
 }
 

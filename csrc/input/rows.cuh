@@ -35,8 +35,7 @@ struct row_walk {
 #pragma unroll 1
         for (int i = threadIdx.x + KEPT * threads; i < vectors; i += threads)
             sum = sum_of_squares<T>(load_vector(from + i), sum);
-        for (int distance = WARP / 2; distance; distance >>= 1) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
-        return sum;
+        return warp_sum(sum);
     }
 
     // body(i, vector, k); k is KEPT of those that are not kept.

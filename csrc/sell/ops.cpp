@@ -107,12 +107,6 @@ auto unpacking(const macko_sell_matrix &m, const Tensor &x) {
     };
 }
 
-Tensor unpack_matrix(const macko_sell_matrix &m, const Tensor &data) {
-    Tensor w = torch::stable::new_empty(data, {m.rows, m.cols});
-    STD_CUDA_CHECK(macko_sell_unpack_cuda(&m, 0, m.rows, w.mutable_data_ptr(), current_stream(data)));
-    return w;
-}
-
 // options: gap_bits, warps, blocks; 0 for what suits the matrix, or this GPU.
 Made lay_out(const Packed &canonical, const Ints &options) {
     const char *op = "lay_out";
@@ -209,7 +203,9 @@ Made lay_out(const Packed &canonical, const Ints &options) {
 Tensor dense(const Packed &p, bool) {
     const macko_sell_matrix m = matrix_of("dense", p);
     const DeviceOf guard(p[0]);
-    return unpack_matrix(m, p[0]);
+    Tensor w = torch::stable::new_empty(p[0], {m.rows, m.cols});
+    unpacking(m, w)(0, m.rows, w.mutable_data_ptr());
+    return w;
 }
 
 Tensor norm_linear(const Packed &p, const Tensor &x_any, const Tensor &weight_any, double eps,

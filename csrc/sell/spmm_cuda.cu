@@ -244,14 +244,7 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
     };
     results.find_sums<N>(b, sums, stride);
     const sell_lane_slot slot = lane_slot<GAP_BITS>(stages_at + warp * SLOT, lane);
-    const uint32_t pipeline_end = opaque(pipeline_bytes), first_barrier = opaque(full);
-    uint32_t offset = 0, barrier = first_barrier, phase = 0;
-    auto advance = [&] {
-        offset += stage_bytes;
-        barrier += 8;
-        if (offset == pipeline_end) offset = 0, barrier = first_barrier, phase ^= 1;
-    };
-    int stages_left = b.stages;
+    sell_position at(pipeline_bytes, full, b.stages);
 #pragma unroll 1
     for (int group = warp; group < groups; group += warps) {
         uint32_t address = x_at + 2 * N * base;
@@ -261,28 +254,23 @@ __global__ void __launch_bounds__(MAX_THREADS, 1)
             results.out_row = m.perm[b.row + results.own / N]; // not before the loop: see spmv
         float sum[N] = {};
         int steps = b.steps - (group >= long_groups);
-        stages_left -= steps;
+        at.stages_left -= steps;
 #pragma unroll 1
         do {
-            barrier_wait(barrier, phase);
-            const sell_step step = load_step<GAP_BITS>(slot, offset);
+            barrier_wait(at.barrier, at.phase);
+            const sell_step step = load_step<GAP_BITS>(slot, at.offset);
             __syncwarp();
             multiply_step<T, GAP_BITS>(step, address, sum);
-            release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
+            release_stage(at.barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
             address = min(address, x_end);
-            advance();
+            at.advance(stage_bytes);
         } while (--steps);
         if (sum_at)
             for (int n = 0; n < N; n += 2)
                 asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(sum_at + 4 * n), "f"(sum[n]), "f"(sum[n + 1])
                              : "memory");
     }
-#pragma unroll 1
-    for (; stages_left > 0; stages_left--) { // the producer waits for every warp: see spmv
-        barrier_wait(barrier, phase);
-        release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
-        advance();
-    }
+    at.release_rest(stage_bytes, lane);
     named_barrier_sync(CONSUMERS + consumer_group, threads);
 
     results.store<N>(m, b, launch.tokens, warps, stride, lane, bias, y);
@@ -324,20 +312,14 @@ cudaError_t launch_spmm(const macko_sell_matrix &m, sell_launch launch, int shar
                          m, x, bias, y);
 }
 
-template <typename T, int GAP_BITS>
-cudaError_t launch_tokens(const macko_sell_matrix &m, const sell_launch &launch, int n, int shared_bytes, const void *x,
-                          const void *bias, void *y, cudaStream_t stream) {
-    const auto run = n == 8   ? launch_spmm<T, GAP_BITS, 8>
-                     : n == 4 ? launch_spmm<T, GAP_BITS, 4>
-                              : launch_spmm<T, GAP_BITS, 2>;
-    return run(m, launch, shared_bytes, (const T *)x, (const T *)bias, (T *)y, stream);
-}
-
 template <typename T>
 cudaError_t launch_width(const macko_sell_matrix &m, const sell_launch &launch, int n, int shared_bytes, const void *x,
                          const void *bias, void *y, cudaStream_t stream) {
-    return for_constant<2, 3, 4, 5, 6>(
-        m.gap_bits, [&](auto bits) { return launch_tokens<T, bits>(m, launch, n, shared_bytes, x, bias, y, stream); });
+    return for_constant<2, 3, 4, 5, 6>(m.gap_bits, [&](auto bits) {
+        return for_constant<8, 4, 2>(n, [&](auto width) {
+            return launch_spmm<T, bits, width>(m, launch, shared_bytes, (const T *)x, (const T *)bias, (T *)y, stream);
+        });
+    });
 }
 
 } // namespace

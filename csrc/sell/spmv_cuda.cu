@@ -156,32 +156,6 @@ __device__ __forceinline__ void stage_input(const sell_pipeline &pipeline, const
 #endif
 }
 
-// Where a consumer warp is in the pipeline.
-struct sell_position {
-    uint32_t pipeline_bytes, first_barrier; // that is `full` of stage 0
-    uint32_t offset, barrier, phase;
-    int stages_left; // of the block that this warp has not come to
-
-    __device__ __forceinline__ sell_position(const uint32_t &bytes, const uint32_t &full, int stages)
-        : pipeline_bytes(opaque(bytes)), first_barrier(opaque(full)), offset(0), barrier(first_barrier), phase(0),
-          stages_left(stages) {
-    }
-    __device__ __forceinline__ void advance(const int &stage_bytes) {
-        offset += stage_bytes;
-        barrier += 8;
-        if (offset == pipeline_bytes) offset = 0, barrier = first_barrier, phase ^= 1;
-    }
-    // The producer waits for every warp, so one with fewer steps releases the other stages, too.
-    __device__ __forceinline__ void release_rest(const int &stage_bytes, const int &lane) {
-#pragma unroll 1
-        for (; stages_left > 0; stages_left--) {
-            barrier_wait(barrier, phase);
-            release_stage(barrier + 8 * MACKO_SELL_MAX_STAGES, lane);
-            advance(stage_bytes);
-        }
-    }
-};
-
 // CP_ASYNC: a consumer warp's slots, CP_ASYNC_STAGES of them under way.
 struct sell_own_slots {
     const uint8_t *next;  // stage of the tail

@@ -112,15 +112,6 @@ __device__ __forceinline__ uint32_t gaps_at(int step, int row) {
     return step * ROWS + (row + step / 4 * (WARP / STEPS)) % ROWS;
 }
 
-// As copy_async<16>, and brings the rest of the 128 bytes to L2, where the blocks of neighbouring rows find it.
-__device__ __forceinline__ void copy_async_of_line(uint32_t to, const void *from) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-#else
-    copy_async<16>(to, from);
-#endif
-}
-
 // What a thread fetches of each stage: a step of a row.
 template <int GAP_BITS, int STEPS>
 struct sell_step_fetch {
@@ -152,7 +143,7 @@ struct sell_step_fetch {
             const uint8_t *slot = s.data + (uint64_t)number * SLOT, *values = slot + owner * 16;
             const uint8_t *gaps = slot + VALUE_BYTES + owner * 4;
             const uint32_t stage = next * stage_bytes<STEPS>(GAP_BITS);
-            for (int half = 0; half < 2; half++)
+            for (int half = 0; half < 2; half++) // the blocks of neighbouring rows find the rest of a line
                 copy_async_of_line(to_values + stage + half * (STAGE_VALUES<STEPS> / 2),
                                    values + half * (MACKO_SELL_LANES * 16));
             for (int plane = 0; plane < PLANES; plane++)

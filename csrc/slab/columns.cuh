@@ -6,8 +6,6 @@
 
 namespace macko {
 
-constexpr int COLUMN_STEPS = 4; // of a tile
-
 // The words of a column around where a step's values begin, which is `at` bits after the column's; before, after: of those
 // beside it, which are wanted. four: 4, whose origin the compiler does not know.
 __device__ __forceinline__ void load_around(uint32_t (&words)[3], uint32_t at, uint32_t column, uint32_t four,
@@ -21,7 +19,7 @@ __device__ __forceinline__ void load_around(uint32_t (&words)[3], uint32_t at, u
 // HALF: tiles 0 and 1 are neighbours in a slab, and a stream goes on from the one to the other. Else any two tiles.
 template <class LANE, class NUMBERS, bool HALF>
 struct column_reader {
-    static constexpr int STEPS = COLUMN_STEPS;
+    static constexpr int STEPS = MACKO_SLAB_STEPS;
     // Warpgroups differ by factors, not by branches: dp4a of a start with `before` gives the bits of the column before
     // the tile's values, and a permutation gives which column it is.
     uint32_t before, own_column, select;
@@ -68,7 +66,7 @@ struct column_stream {
     uint32_t values, start, column, at;
     NUMBERS numbers;
     LANE here, next;
-    uint32_t words[COLUMN_STEPS + 1][3];
+    uint32_t words[MACKO_SLAB_STEPS + 1][3];
 
     __device__ __forceinline__ explicit column_stream(const NUMBERS &numbers) : numbers(numbers) {
     }
@@ -82,7 +80,7 @@ struct column_stream {
     }
     __device__ __forceinline__ void go_on(bool to_second_half) {
         here = next;
-        at = next.at[COLUMN_STEPS];
+        at = next.at[MACKO_SLAB_STEPS];
         if (to_second_half) spill();
     }
     __device__ __forceinline__ void place_next() {

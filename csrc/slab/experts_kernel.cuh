@@ -140,7 +140,7 @@ struct experts_fetch {
         for (int i = 0; i < bytes; i += UNROLLED * STEP)
 #pragma unroll
             for (int k = 0; k < UNROLLED; k++)
-                if (k == 0 || i + k * STEP < bytes) copy_async_ahead(to + at + i + k * STEP, source + i + k * STEP);
+                if (k == 0 || i + k * STEP < bytes) copy_async_of_line(to + at + i + k * STEP, source + i + k * STEP);
     }
     // Tokens that are not there stay what they are: their sums are not stored.
     __device__ __forceinline__ void tokens_of_slab() const {

@@ -149,13 +149,8 @@ struct stage_position {
     uint32_t slab;        // its byte CODEC::BASE
 };
 
-// The producers tell the consumers that the barriers have been made.
-[[maybe_unused]] __device__ __forceinline__ void barriers_ready(int threads) {
-    named_barrier_arrive(1, threads);
-}
-[[maybe_unused]] __device__ __forceinline__ void wait_for_barriers(int threads) {
-    named_barrier_sync(1, threads);
-}
+// Named barriers: the producers have made the mbarriers; of the consumers.
+enum { BARRIERS_MADE = 1, CONSUMERS_MET };
 
 // Not the SM's clock: with many tokens that falls (power), and memory does not.
 [[maybe_unused]] __device__ __forceinline__ uint32_t nanoseconds() {
@@ -214,7 +209,7 @@ __device__ __forceinline__ void produce(const few_task<CODEC> &task, uint32_t ba
     const few_memory memory = memory_of<TOKENS>(task, base);
     if (lane == 0) make_barriers<TOKENS>(task, memory, warp);
     __syncwarp();
-    barriers_ready(SHAPE::THREADS);
+    named_barrier_arrive(BARRIERS_MADE, SHAPE::THREADS);
     const few_work work(task, cluster, rank);
     const int whole_stages = work.whole * task.slabs;
     // A pipeline of three stages leaves the fourth warp none.
@@ -370,10 +365,10 @@ __device__ __forceinline__ void consume(const few_task<CODEC> &task, const few_m
         if (SHAPE::RELEASES == WARPGROUP || first_thread == 0)
             sm90::barrier_arrive(full + (memory.empty - memory.full));
     };
-    const auto sync_consumers = [] { named_barrier_sync(2, SHAPE::WARPGROUPS * 128); };
+    const auto sync_consumers = [] { named_barrier_sync(CONSUMERS_MET, SHAPE::WARPGROUPS * 128); };
     // Of many sums y is whole: there are no registers for more.
     const auto output_of = [&](int64_t row) { return SHAPE::MANY_SUMS ? 0 : macko_slab_output_of(&task.y, row); };
-    wait_for_barriers(SHAPE::THREADS);
+    named_barrier_sync(BARRIERS_MADE, SHAPE::THREADS);
     if (task.cluster > 1) {
         sm90::cluster_arrive_relaxed();
         sm90::cluster_wait(); // the barriers of the others are there; here nothing waits for it

@@ -8,7 +8,7 @@
 enum {
     SLICE_ROWS = MACKO_SLAB_ROWS / MACKO_SLAB_SLICES,
     STEP_ELEMENTS = 8, /* of a lane */
-    STEPS = MACKO_SLAB_TILE_COLS / 16,
+    STEPS = MACKO_SLAB_STEPS,
     /* A place of a tile_slice, which is a slice of a tile: step << STEP_BITS | lane << LANE_BITS | i. */
     LANE_BITS = 3,
     STEP_BITS = 8,

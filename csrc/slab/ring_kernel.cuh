@@ -122,9 +122,6 @@ struct ring_walk {
     }
 };
 
-__device__ __forceinline__ void copy_async_ahead(uint32_t to, const void *from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
 __device__ __forceinline__ void wait_for_copies(int pending) {
     if (pending >= 2)
         wait_copies<2>();
@@ -199,7 +196,7 @@ struct ring_fetch {
         for (int i = 0; i < bytes; i += UNROLLED * STEP)
 #pragma unroll
             for (int k = 0; k < UNROLLED; k++)
-                if (k == 0 || i + k * STEP < bytes) copy_async_ahead(to + at + i + k * STEP, source + i + k * STEP);
+                if (k == 0 || i + k * STEP < bytes) copy_async_of_line(to + at + i + k * STEP, source + i + k * STEP);
     }
     __device__ __forceinline__ void tokens_of_slab() const {
         const int col = ahead.column();

@@ -62,12 +62,8 @@ cudaError_t multiply_ring(const slab_weight<CODEC> &w, const slab_product &p, vo
     task.x_at = shape.x_at;
     task.slab_bytes = shape.x_at / macko_ring_row_blocks(shape.kind);
     task.last_row_block = (int)row_blocks - 1;
-    switch (shape.tokens) {
-    case 8: return launch_ring_of<CODEC, 8>(task, shape, device, p.stream);
-    case 16: return launch_ring_of<CODEC, 16>(task, shape, device, p.stream);
-    case 32: return launch_ring_of<CODEC, 32>(task, shape, device, p.stream);
-    default: return launch_ring_of<CODEC, 64>(task, shape, device, p.stream);
-    }
+    return for_constant<8, 16, 32, 64>(
+        shape.tokens, [&](auto tokens) { return launch_ring_of<CODEC, tokens>(task, shape, device, p.stream); });
 }
 
 } // namespace

@@ -37,6 +37,7 @@ enum {
     MACKO_SLAB_SLICES = 4,
     MACKO_SLAB_LANES = 32,
     MACKO_SLAB_GROUPS = 8,
+    MACKO_SLAB_STEPS = 4, /* of a tile */
     MACKO_SLAB_QUAD = 4,  /* elements of a lane in a group */
     MACKO_SLAB_TABLE = 8, /* codes that an element may have, of codecs that have them */
     MACKO_SLAB_TILES = 4, /* side by side */

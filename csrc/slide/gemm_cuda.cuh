@@ -70,6 +70,20 @@ struct slide_task {
     int is_bf16;    // the output and the bias; else fp16
 };
 
+// With what it takes of the arguments as they are.
+inline slide_task slide_task_of(const macko_slide_gemm_args &args) {
+    slide_task task{};
+    task.packed = args.weight.packed;
+    task.scale = args.weight.scale;
+    task.token_scale = args.token_scale;
+    task.bias = (const uint16_t *)args.bias;
+    task.rows = args.weight.shape.rows;
+    task.tokens = (int)args.tokens;
+    task.row_blocks = (int)macko_slide_row_blocks(task.rows);
+    task.is_bf16 = args.out_dtype == MACKO_BF16;
+    return task;
+}
+
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
 struct slide_tile {
     static constexpr int TOKENS = slide_size_tokens(SIZE);
@@ -417,18 +431,10 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
     using TILE = slide_tile<TYPE, KIND, SIZE>;
     const macko_slide_shape &shape = args.weight.shape;
     const int64_t token_bytes = args.lifted_cols * macko_slide_element_bytes(TYPE);
-    slide_task task{};
-    task.packed = args.weight.packed;
-    task.scale = args.weight.scale;
-    task.token_scale = args.token_scale;
-    task.bias = (const uint16_t *)args.bias;
-    task.rows = shape.rows;
-    task.tokens = (int)args.tokens;
-    task.row_blocks = (int)macko_slide_row_blocks(shape.rows);
+    slide_task task = slide_task_of(args);
     task.k_tiles = (int)macko_slide_k_tiles(shape.cols, shape.n, TYPE);
     task.row_tiles = (task.row_blocks + TILE::WARPGROUPS * TILE::CLUSTER - 1) / (TILE::WARPGROUPS * TILE::CLUSTER);
     task.token_tiles = (int)((args.tokens + TILE::TOKENS - 1) / TILE::TOKENS);
-    task.is_bf16 = args.out_dtype == MACKO_BF16;
     // Few tiles: split-K, by as many blocks as are on the GPU at once. With short sums left (under 16 stages a block) it
     // pays only up to one block an SM (H200: o of Qwen2.5-7B, 56 tiles of 28 stages, 6.5 -> 5.8 us; qkv, 72, no gain).
     const int64_t tiles = (int64_t)task.row_tiles * task.token_tiles, slots = num_sms * TILE::BLOCKS_PER_SM;
@@ -471,16 +477,9 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, int num_sms, cudaStr
 
 template <macko_slide_type TYPE, slide_kind KIND>
 cudaError_t slide_run_kind(slide_size size, const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream) {
-    switch (size) {
-    case SLIDE_64x16: return slide_launch<TYPE, KIND, SLIDE_64x16>(args, num_sms, stream);
-    case SLIDE_64x32: return slide_launch<TYPE, KIND, SLIDE_64x32>(args, num_sms, stream);
-    case SLIDE_64x64: return slide_launch<TYPE, KIND, SLIDE_64x64>(args, num_sms, stream);
-    case SLIDE_128x128: return slide_launch<TYPE, KIND, SLIDE_128x128>(args, num_sms, stream);
-    case SLIDE_128x192: return slide_launch<TYPE, KIND, SLIDE_128x192>(args, num_sms, stream);
-    case SLIDE_128x256: return slide_launch<TYPE, KIND, SLIDE_128x256>(args, num_sms, stream);
-    case SLIDE_256x128: break;
-    }
-    return cudaErrorInvalidValue;
+    return for_constant<SLIDE_64x16, SLIDE_64x32, SLIDE_64x64, SLIDE_128x128, SLIDE_128x192, SLIDE_128x256>(
+        size,
+        [&](auto of) { return slide_launch<TYPE, KIND, slide_size(decltype(of)::value)>(args, num_sms, stream); });
 }
 
 template <macko_slide_type TYPE>

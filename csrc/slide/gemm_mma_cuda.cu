@@ -21,15 +21,7 @@ cudaError_t mma_launch(const macko_slide_gemm_args &args, const device_info &dev
     constexpr auto KERNEL = slide_mma_kernel<TYPE, KIND, SIZE>;
     const macko_slide_shape &shape = args.weight.shape;
     mma_task task{};
-    slide_task &common = task.common;
-    common.packed = args.weight.packed;
-    common.scale = args.weight.scale;
-    common.token_scale = args.token_scale;
-    common.bias = (const uint16_t *)args.bias;
-    common.rows = shape.rows;
-    common.tokens = (int)args.tokens;
-    common.is_bf16 = args.out_dtype == MACKO_BF16;
-    common.row_blocks = (int)macko_slide_row_blocks(shape.rows);
+    slide_task &common = task.common = slide_task_of(args);
     common.row_tiles = (int)ceil_div(common.row_blocks, TILE::BLOCKS);
     common.token_tiles = (int)ceil_div(args.tokens, TILE::TOKENS);
     task.lifted = (const uint8_t *)args.lifted;

@@ -206,12 +206,7 @@ cudaError_t launch(const void *x, int64_t tokens, int cols, int n, void *lifted,
     // 100.5, 18944 137.8 and 131.4; with 2 vectors 3584 took 27.3).
     int held = tokens > device.num_sms ? (cols <= 14336 ? 4 : 8) : 1;
     while (held < 8 && cols > held * VECTOR * MAX_THREADS) held *= 2;
-    switch (held) {
-    case 1: return run<T, TYPE, 1>(task, device, stream);
-    case 2: return run<T, TYPE, 2>(task, device, stream);
-    case 4: return run<T, TYPE, 4>(task, device, stream);
-    default: return run<T, TYPE, 8>(task, device, stream);
-    }
+    return for_constant<1, 2, 4, 8>(held, [&](auto each) { return run<T, TYPE, each>(task, device, stream); });
 }
 
 } // namespace

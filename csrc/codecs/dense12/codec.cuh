@@ -9,7 +9,7 @@ namespace macko {
 // What a lane has of a tile, but for the low bytes.
 template <typename T>
 struct dense12_lane {
-    uint32_t codes[MACKO_DENSE12_STEPS];
+    uint32_t codes[MACKO_SLAB_STEPS];
     // The warp's bounds of the list: the next entry, or NONE, where it stands and where the bounds ends.
     uint32_t entry, entry_at, list_end;
     static constexpr uint32_t NONE = ~0u; // of no step

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(THREADS)
     int own = 0;
     for (int tile = 0; tile < MACKO_SLAB_TILES; tile++)
 #pragma unroll
-        for (int step = 0; step < MACKO_DENSE12_STEPS; step++) {
+        for (int step = 0; step < MACKO_SLAB_STEPS; step++) {
             step_elements elements;
             elements.load(w, rows, cols, from, tile, step);
             own += __popc(listed_in(elements, codes, dtype));
@@ -80,9 +80,9 @@ __global__ void __launch_bounds__(THREADS)
 // Writes a lane's elements of a slice of a tile; gives bit 8 step + i of those that are listed.
 __device__ __forceinline__ uint32_t write_elements(const uint16_t *w, int64_t rows, int64_t cols, const slice_of &from,
                                                    int tile, macko_dtype dtype, const uint8_t *codes, uint8_t *slab) {
-    uint32_t listed = 0, lows[MACKO_DENSE12_STEPS][2], words[MACKO_DENSE12_STEPS];
+    uint32_t listed = 0, lows[MACKO_SLAB_STEPS][2], words[MACKO_SLAB_STEPS];
 #pragma unroll
-    for (int step = 0; step < MACKO_DENSE12_STEPS; step++) {
+    for (int step = 0; step < MACKO_SLAB_STEPS; step++) {
         step_elements elements;
         elements.load(w, rows, cols, from, tile, step);
         lows[step][0] = lows[step][1] = words[step] = 0;

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(THREADS) write_slabs(const macko_dense8_matrix
     uint8_t *const slab = data + (int64_t)blockIdx.x * MACKO_DENSE8_SLAB_BYTES;
     for (int tile = 0; tile < MACKO_SLAB_TILES; tile++)
 #pragma unroll
-        for (int two = 0; two < MACKO_DENSE8_STEPS / 2; two++) {
+        for (int two = 0; two < MACKO_SLAB_STEPS / 2; two++) {
             uint32_t words[2][2];
             for (int k = 0; k < 2; k++)
                 load_codes(w, m.rows, m.cols, from, tile, 2 * two + k, m.kind, m.dtype, words[k]);

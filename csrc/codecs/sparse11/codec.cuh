@@ -35,7 +35,7 @@ struct sparse11_numbers {
 // What a lane has of a tile.
 template <typename T>
 struct sparse11_lane {
-    static constexpr int STEPS = COLUMN_STEPS;
+    static constexpr int STEPS = MACKO_SLAB_STEPS;
     static constexpr int ZEROS =
         std::is_same_v<T, __half> ? 3 : 0; // at the end of a number, which move it to its place
     static constexpr uint32_t ONES = 0x11111111;

@@ -30,7 +30,7 @@ static inline int in_stream(int code) {
 
 static int values_in(const uint8_t codes[TILE_SLICE_PLACES], int lane) {
     int count = 0;
-    for (int n = 0; n < MACKO_SPARSE11_STEPS * STEP_ELEMENTS; n++) count += in_stream(codes[nth_place(lane, n)]);
+    for (int n = 0; n < MACKO_SLAB_STEPS * STEP_ELEMENTS; n++) count += in_stream(codes[nth_place(lane, n)]);
     return count;
 }
 
@@ -67,7 +67,7 @@ static inline const uint8_t *codes_at(const uint8_t *slab, int tile_slice, int l
 static void store_codes(uint8_t *slab, int tile_slice, const uint8_t codes[TILE_SLICE_PLACES]) {
     for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
         uint32_t words[MACKO_SPARSE11_WORDS] = {0};
-        for (int step = 0; step < MACKO_SPARSE11_STEPS; step++)
+        for (int step = 0; step < MACKO_SLAB_STEPS; step++)
             for (int i = 0; i < STEP_ELEMENTS; i++) {
                 const uint32_t code = codes[step * STEP_PLACES + lane * STEP_ELEMENTS + i];
                 if (!in_stream((int)code)) continue;
@@ -85,7 +85,7 @@ static void load_codes(const uint8_t *slab, int tile_slice, uint8_t codes[TILE_S
     for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
         uint32_t words[MACKO_SPARSE11_WORDS];
         for (int k = 0; k < MACKO_SPARSE11_WORDS; k++) words[k] = load_32(codes_at(slab, tile_slice, lane, k));
-        for (int step = 0; step < MACKO_SPARSE11_STEPS; step++)
+        for (int step = 0; step < MACKO_SLAB_STEPS; step++)
             for (int i = 0; i < STEP_ELEMENTS; i++) {
                 uint32_t code = 0;
                 if (step < MACKO_SPARSE11_WORDS)
@@ -150,7 +150,7 @@ void macko_sparse11_write_cpu(const macko_sparse11_matrix *m, const uint16_t *w,
                 store_codes(begin, tile * MACKO_SLAB_SLICES + slice, own[slice][tile]);
                 for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
                     int k = first_in_half(plan.starts[lane], tile);
-                    for (int n = 0; n < MACKO_SPARSE11_STEPS * STEP_ELEMENTS; n++) {
+                    for (int n = 0; n < MACKO_SLAB_STEPS * STEP_ELEMENTS; n++) {
                         const int place = nth_place(lane, n);
                         if (!in_stream(own[slice][tile][place])) continue;
                         const origin at = place_of(tile_slice, place);
@@ -200,7 +200,7 @@ void macko_sparse11_unpack_cpu(const macko_sparse11_matrix *m, int64_t first, in
             for (int lane = 0; lane < MACKO_SLAB_LANES; lane++) {
                 const uint8_t *const starts = begin + MACKO_SPARSE11_STARTS_AT + (slice * MACKO_SLAB_LANES + lane) * 4;
                 int k = first_in_half(starts, tile);
-                for (int n = 0; n < MACKO_SPARSE11_STEPS * STEP_ELEMENTS; n++) {
+                for (int n = 0; n < MACKO_SLAB_STEPS * STEP_ELEMENTS; n++) {
                     const int place = nth_place(lane, n);
                     if (!codes[place]) continue;
                     const uint8_t low = values[value_at(starts, lane, tile / HALF_TILES, k++)];
@@ -287,8 +287,8 @@ static macko_fault check_slab(const macko_sparse11_matrix *m, int64_t slab, cons
             for (int half = 0; half < 2; half++) {
                 int k = 0;
                 for (int n = 0; n < HALF_MOST; n++) {
-                    const int tile = half * HALF_TILES + n / (MACKO_SPARSE11_STEPS * STEP_ELEMENTS);
-                    const int code = own[slice][tile][nth_place(lane, n % (MACKO_SPARSE11_STEPS * STEP_ELEMENTS))];
+                    const int tile = half * HALF_TILES + n / (MACKO_SLAB_STEPS * STEP_ELEMENTS);
+                    const int code = own[slice][tile][nth_place(lane, n % (MACKO_SLAB_STEPS * STEP_ELEMENTS))];
                     if (!code) continue;
                     const int byte = value_at(plans[slice].starts[lane], lane, half, k++);
                     if (!(macko_sparse11_join(m->dtype, (uint32_t)table_byte(m->table, code) << 8 | values[byte]) &

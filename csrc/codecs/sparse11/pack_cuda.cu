@@ -7,7 +7,7 @@ using namespace macko;
 
 namespace {
 
-constexpr int TILES = MACKO_SLAB_TILES, STEPS = MACKO_SPARSE11_STEPS, WORDS = MACKO_SPARSE11_WORDS;
+constexpr int TILES = MACKO_SLAB_TILES, STEPS = MACKO_SLAB_STEPS, WORDS = MACKO_SPARSE11_WORDS;
 constexpr int HIGHS = 256;
 constexpr uint32_t NO_CODE = 255; // of a value that is listed
 

@@ -44,7 +44,6 @@ MACKO_C_BEGIN
 #define MACKO_SPARSE11_END 0xffffffffu /* above every place of the list */
 
 enum {
-    MACKO_SPARSE11_STEPS = 4, /* of a tile */
     MACKO_SPARSE11_WORDS = 3, /* of codes, of a lane in a slice of a tile */
     MACKO_SPARSE11_SLICE_BYTES = MACKO_SPARSE11_WORDS * MACKO_SLAB_LANES * 4,
     MACKO_SPARSE11_STARTS_AT = MACKO_SLAB_TILE_SLICES * MACKO_SPARSE11_SLICE_BYTES,

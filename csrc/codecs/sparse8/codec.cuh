@@ -27,7 +27,7 @@ template <macko_byte_kind KIND, typename T>
 struct sparse8_lane {
     using bytes = four_bytes<KIND, T>;
     static constexpr uint32_t ONES = 0x11111111;
-    static constexpr int STEPS = COLUMN_STEPS;
+    static constexpr int STEPS = MACKO_SLAB_STEPS;
     uint32_t mask, have[STEPS]; // bit bit(step) of an element's nibble: it has a value
     uint32_t at[STEPS + 1];     // bits of the column before a step's values
     uint32_t column;            // where it begins

@@ -7,7 +7,7 @@ using namespace macko;
 
 namespace {
 
-constexpr int TILES = MACKO_SLAB_TILES, STEPS = MACKO_SPARSE8_STEPS;
+constexpr int TILES = MACKO_SLAB_TILES, STEPS = MACKO_SLAB_STEPS;
 
 // The lane's masks of a slice.
 __device__ __forceinline__ void find_masks(const macko_sparse8_matrix &m, const uint8_t *w, const slice_of &from,

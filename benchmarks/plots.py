@@ -218,7 +218,7 @@ def plot_sparsity() -> None:
         axis.set(title=title, xlabel="weights that are zero")
         axis.grid(False, axis="x")
     least = min(line["sparsity"] for line in lines if line["sparsity"])
-    title = f"A Llama of 7B on an H100, in bfloat16: faster and smaller from {least:.0%} zeros on"
+    title = f"A Llama of 7B on an H200, in bfloat16: faster and smaller from {least:.0%} zeros on"
     save(figure, "sparsity", title.replace("%", " %"))
 
 

@@ -214,11 +214,12 @@ def plot_sparsity() -> None:
         for at, line in enumerate(lines):
             drawn = axis.bar(at, line[field], 0.8, color=colour("macko" if line["sparsity"] else line["model"]))
             axis.bar_label(drawn, fmt=form, fontsize=8, padding=1)
-        axis.set_xticks(range(len(lines)), [f"{x['sparsity']:.0%}" if x["sparsity"] else x["model"] for x in lines])
+        names = [f"{x['sparsity']:.0%}" if x["sparsity"] else x["model"] for x in lines]
+        axis.set_xticks(range(len(lines)), names, fontsize=7)
         axis.set(title=title, xlabel="weights that are zero")
         axis.grid(False, axis="x")
     least = min(line["sparsity"] for line in lines if line["sparsity"])
-    title = f"A Llama of 7B on an H100, in bfloat16: faster and smaller from {least:.0%} zeros on"
+    title = f"A Llama of 7B on an H200, in bfloat16: faster and smaller from {least:.0%} zeros on"
     save(figure, "sparsity", title.replace("%", " %"))
 
 

@@ -238,6 +238,8 @@ def experts() -> Lines:
         if line["kernel"] != "sparse11"  # of a mask that auto leaves
     ]
     gains = against(lines, {"kernel": "grouped_mm"}, "model", "shape", "batch", value="median_us")
+    whole = [line | {"shape": "whole module, over vLLM's"} for line in lines if "rows" not in line]
+    gains += against(whole, {"kernel": "vllm"}, "model", "shape", "batch", value="median_us")
     return wide(gains, "{model} {shape}", "{kernel} {batch}")
 
 
@@ -340,10 +342,10 @@ def headline() -> Lines:
     return wide(lines, "{title}", "{dtype}")
 
 
-def sparsity() -> Lines:
+def sparsity(folder: Path = H200) -> Lines:
     """By sparsity: a token of generate() as one waits for it, and as long as it keeps the GPU busy; over dense of the
     same run."""
-    path, key = H100 / "sparsity.jsonl", ("model", "sparsity", "commit")
+    path, key = folder / "sparsity.jsonl", ("model", "sparsity", "commit")
     busy = {tuple(line[name] for name in key): line["us"] / 1e3 for line in read(path, kernel="busy")}
     lines = read(path, *key, what="decode", ms=...)
     for line in lines:
@@ -415,19 +417,19 @@ def engine_side(line: Line) -> str:
     return ENGINE_SIDES[line["model"]] + kept + (before or dtype)
 
 
-def vllm(folder: Path, **only: Any) -> Lines:
+def vllm(folder: Path, name: str = "vllm", /, **only: Any) -> Lines:
     """Lines of `macko bench --engine vllm`; of the dense model also those of earlier runs that others are of."""
     names = ("what", "batch", "prompt_tokens", "model", "compiled", "ranks", "source", "format", "dtype", "hidden",
              "weights_dtype")  # fmt: skip
     found: dict[Any, dict[str, Line]] = {}
-    for line in read(folder / "vllm.jsonl"):
+    for line in read(folder / f"{name}.jsonl"):
         arguments = line["engine_args"]
         line["compiled"] = arguments.get("compilation_config", {}).get("mode") != 0
         line |= {"ranks": arguments.get("tensor_parallel_size", 1), "dtype": arguments["dtype"]}
         line.setdefault("weights_dtype", None)  # of lines from before there was one
         line |= {"random": line["source"].startswith("random:"), "folder": Path(line["source"]).name}
-        name = line["folder"].removeprefix("random:")
-        line["mixture"] = name if re.search("mixtral|moe|qwen3", name) else ""
+        model = line["folder"].removeprefix("random:")
+        line["mixture"] = model if re.search("mixtral|moe|qwen3", model) else ""
         line["side"] = engine_side(line)
         found.setdefault(tuple(line[name] for name in names), {})[line["commit"]] = line
     last = [[*runs.values()][-1] for runs in found.values()]
@@ -437,16 +439,16 @@ def vllm(folder: Path, **only: Any) -> Lines:
     return [line for line in lines if fits(line, only)]
 
 
-def engines(folder: Path, **only: Any) -> Lines:
+def engines(folder: Path, name: str = "vllm", /, **only: Any) -> Lines:
     """Over dense of the same dtype and run, as hosts differ."""
-    lines = [x for x in vllm(folder, **{"ranks": 1, "compiled": False, "mixture": "", **only}) if x["ms"]]
+    lines = [x for x in vllm(folder, name, **{"ranks": 1, "compiled": False, "mixture": "", **only}) if x["ms"]]
     lines = [x for x in lines if x["random"] or x["ranks"] > 1]
     return against(lines, {"model": "dense"}, "what", "dtype", "batch", "prompt_tokens", "commit")
 
 
-def engines_wide(folder: Path, hidden: int = 4096, **only: Any) -> Lines:
+def engines_wide(folder: Path, name: str = "vllm", /, hidden: int = 4096, **only: Any) -> Lines:
     """A row a side, in the order of tables, float16 first: decoding by sequences, and a prompt by its tokens."""
-    lines = ranked(engines(folder, what={"decode", "prefill"}, hidden=hidden, **only), model=ENGINE_SIDES)
+    lines = ranked(engines(folder, name, what={"decode", "prefill"}, hidden=hidden, **only), model=ENGINE_SIDES)
     lines.sort(key=lambda line: line["dtype"] != "float16")
     for line in lines:
         line["run"] = f"{line['batch']} seq" if line["what"] == "decode" else f"prompt of {line['prompt_tokens']}"
@@ -544,7 +546,9 @@ def slide_gains() -> Lines:
 
 def slide_vllm() -> Lines:
     """benchmarks.slide_vllm over vLLM's own int8; sides in the order in which they ran."""
-    lines = read(H100 / "slide_vllm.jsonl", "model", "layers", "side", "chosen", "what", "tokens", ms=..., chosen=False)
+    lines = read(H200 / "slide_vllm.jsonl", "model", "layers", "side", "chosen", "what", "tokens", ms=..., chosen=False)
+    for line in against(lines, {"side": "vllm int8"}, "model", "layers", "what", "tokens", value="gpu_ms"):
+        line["gpu_gain"] = line["gain"]
     lines = against(lines, {"side": "vllm int8"}, "model", "layers", "what", "tokens")
     return wide(lines, "{side}", "{model} {what} {tokens}")
 

@@ -123,15 +123,12 @@ def columns_of(first: str, names: Sequence[str], form: str) -> Table:
 SLIDE = columns_of(
     "{tokens} {mode}", [f"{of} {pair}" for of in ("int8", "fp8") for pair in records.SLIDE_SIDES[:4]], "{% mean}"
 )
-SLIDE_SERVED = {
-    "qwen2.5-7b": ("prefill 512", "prefill 2048", "prefill 8192", "prefill 32768", "decode 64", "decode 256"),
-    "llama-3.2-3b": ("prefill 2048", "prefill 8192", "decode 64"),
-}
-SLIDE_VLLM = columns_of(
-    "{side}",
-    [f"{model} {what}" for model in SLIDE_SERVED for what in SLIDE_SERVED[model]],
-    "{% ms:.1f} ({% gain:.2f}x)",
-)
+SLIDE_SERVED = ("prefill 512", "prefill 2048", "prefill 8192", "prefill 32768", "decode 64", "decode 256")
+SLIDE_VLLM = Table(
+    " | ".join(("side", *SLIDE_SERVED)),
+    " | ".join(("{side}", *(f"{{qwen2.5-7b {of} gain:.2f}} ({{qwen2.5-7b {of} gpu_gain:.2f}})".replace(".5-", "5-")
+                            for of in SLIDE_SERVED))),
+)  # fmt: skip
 SLIDE_MMA = columns_of(
     "{shape} {tokens}",
     ["mma dense", "mma 2:4", "mma 6:8", "cusparselt 2:4", "cusparselt 6:8", "_int_mm", "wgmma dense", "wgmma 2:4"],
@@ -246,6 +243,11 @@ BENCH_SUMMARY = Table(
     "{title} | {stored} | {dense_ms:.2f} | {ms:.2f} ({gain:.2f}x) | {dense_peak_gb:.1f} | {peak_gb:.1f}",
 )
 BRIEFLY = paragraph("{device}, torch {torch}, commit {commits}.")
+SPARSITY = Table(
+    "weights | peak GB | tokens a second | ms a token | GPU busy, ms",
+    "{title} | {peak_gb:.1f} | {speed:.0f}[ (dense {then:.0f})] | {ms:.2f} ({gain:.2f}x) "
+    "| {busy_ms:.2f} ({busy_gain:.2f}x)",
+)
 SPARSE11 = Table(
     "tokens | sparse11 | tile | sparse11, launched alone | tile, launched alone | sparse11, density 0.7 "
     "| tile, density 0.7 | shapes",
@@ -254,7 +256,7 @@ SPARSE11 = Table(
     needs="sparse11 50% n",
 )
 #: Runs of an engine that are told, on one GPU and on two.
-ENGINES, ENGINES_TWO, ENGINES_EXPERTS = (
+ENGINES, ENGINES_TWO, ENGINES_EXPERTS, ENGINES_CP_ASYNC, ENGINES_PROMPTS = (
     Table(
         " | ".join((f"ms | {gb}", *runs)),
         " | ".join((f"{name} | {{peak_gb:.2f}}", *(f"{{{run} ms:.2f}}[ ({{{run} faster:.2f}}x)]" for run in runs))),
@@ -263,6 +265,8 @@ ENGINES, ENGINES_TWO, ENGINES_EXPERTS = (
         ("{side}", "GB", ("1 seq", "8 seq", "16 seq", "32 seq", "64 seq", "prompt of 2048")),
         ("{side}", "GB a GPU", ("1 seq", "8 seq", "32 seq", "prompt of 128")),
         ("{title}", "GB a GPU", ("1 seq", "8 seq", "32 seq", "64 seq", "prompt of 128", "prompt of 2048")),
+        ("{side}", "GB", ("1 seq", "8 seq", "16 seq")),
+        ("{side}", "GB", tuple(f"prompt of {tokens}" for tokens in (2048, 4096, 8192, 16384))),
     )
 )
 #: Of those in float16 these; in bfloat16 all.
@@ -448,17 +452,14 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "claims": (records.claims, lambda lines: CLAIMS.format_map(lines[0])),
     "bench summary": (
         lambda: [
-            x for x in records.bench_pairs() if x["what"] == "decode" or (x["size"] != 512 and not x.get("values"))
+            x for x in records.bench_pairs() if x["what"] == "decode" or (x["size"] == 2048 and not x.get("values"))
         ],
         BENCH_SUMMARY,
     ),
     "sparsity where": (records.sparsity, BRIEFLY),
-    "sparsity": (
-        records.sparsity,
-        Table("weights | peak GB | tokens a second | ms a token | GPU busy, ms",
-              "{title} | {peak_gb:.1f} | {speed:.0f}[ (dense {then:.0f})] | {ms:.2f} ({gain:.2f}x) "
-              "| {busy_ms:.2f} ({busy_gain:.2f}x)"),
-    ),
+    "sparsity": (records.sparsity, SPARSITY),
+    "sparsity h100 where": (lambda: records.sparsity(H100), BRIEFLY),
+    "sparsity h100": (lambda: records.sparsity(H100), SPARSITY),
     "bench max": (lambda: records.bench_pairs("max", what="decode"), BENCH_SUMMARY),
     "bench where": (lambda: records.bench(compile="default"), BRIEFLY),
     "bench logits": (
@@ -479,6 +480,8 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "engines two": (lambda: records.engines_wide(H100, ranks=2), ENGINES_TWO),
     "engines two 70b": (lambda: records.engines_wide(H100, ranks=2, hidden=8192), ENGINES_TWO),
     "engines experts": (records.engines_experts, lambda lines: engines_where(lines) + "\n\n" + ENGINES_EXPERTS(lines)),
+    "engines cp_async": (lambda: records.engines_wide(H100, "vllm_cp_async"), ENGINES_CP_ASYNC),
+    "engines prompts": (lambda: records.engines_wide(H200, "vllm_prompts", hidden=8192), ENGINES_PROMPTS),
     "engines loading": (lambda: records.loading(H200, ranks=1) + records.loading(H100, hidden=4096), LOADING),
     "engines transformers": (records.transformers, TRANSFORMERS),
     "engines continuous": (

@@ -16,6 +16,7 @@ template <typename ID>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     expert_order(const ID *ids, int pairs, int experts, int32_t *order, int32_t *places, int32_t *ends) {
     extern __shared__ int counts[];
+    pdl_launch_dependents();
     const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, bins = experts + 1;
     int *const own = counts + warp * bins, *const begins = counts + warps * bins;
     for (int i = threadIdx.x; i < warps * bins; i += blockDim.x) counts[i] = 0;
@@ -85,6 +86,7 @@ template <typename T, typename WEIGHT, int COLS>
 __global__ void __launch_bounds__(SUM_THREADS)
     expert_sum(const T *x, int rows, int cols, const int32_t *places, const WEIGHT *weights, int top_k, T *y,
                unsigned blocks_per_token) {
+    pdl_launch_dependents();
     const int64_t token = blockIdx.x / blocks_per_token;
     const int col = ((int)(blockIdx.x % blocks_per_token) * SUM_THREADS + threadIdx.x) * COLS;
     if (col >= cols) return;
@@ -114,6 +116,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
 
 __global__ void __launch_bounds__(SUM_THREADS)
     expert_rows(const int32_t *order, int top_k, const uint4 *x, int x_rows, int vectors, uint4 *y) {
+    pdl_launch_dependents();
     const unsigned row = min((unsigned)(order[blockIdx.x] / top_k), (unsigned)x_rows - 1);
     for (int i = threadIdx.x; i < vectors; i += SUM_THREADS)
         y[(int64_t)blockIdx.x * vectors + i] = x[(int64_t)row * vectors + i];
@@ -124,10 +127,9 @@ cudaError_t sum(const macko_expert_sum &p, cudaStream_t stream) {
     const bool wide = p.cols % 8 == 0;
     const int64_t blocks_per_token = ceil_div(p.cols, SUM_THREADS * (wide ? 8 : 1));
     const auto kernel = wide ? expert_sum<T, WEIGHT, 8> : expert_sum<T, WEIGHT, 1>;
-    kernel<<<(unsigned)(p.tokens * blocks_per_token), SUM_THREADS, 0, stream>>>(
-        (const T *)p.x, (int)p.rows, (int)p.cols, p.places, (const WEIGHT *)p.weights, (int)p.top_k, (T *)p.y,
-        (unsigned)blocks_per_token);
-    return cudaGetLastError();
+    return launch_between(kernel, {p.tokens * blocks_per_token, SUM_THREADS, 0}, ANY_KERNEL, stream, (const T *)p.x,
+                          (int)p.rows, (int)p.cols, p.places, (const WEIGHT *)p.weights, (int)p.top_k, (T *)p.y,
+                          (unsigned)blocks_per_token);
 }
 
 } // namespace
@@ -138,9 +140,9 @@ cudaError_t macko_expert_order_cuda(const macko_expert_order *p, cudaStream_t st
     while (warps > 1 && (bytes() > COUNT_BYTES || (warps / 2) * (int64_t)WARP >= p->pairs)) warps /= 2;
     if (bytes() > COUNT_BYTES) return cudaErrorInvalidValue;
     const auto run = [&](const auto *ids) {
-        expert_order<<<1, warps * WARP, (size_t)bytes(), stream>>>(ids, (int)p->pairs, (int)p->experts, p->order,
-                                                                   p->places, p->ends);
-        return cudaGetLastError();
+        using ID = std::decay_t<decltype(*ids)>;
+        return launch_between(expert_order<ID>, {1, warps * WARP, (int)bytes()}, ANY_KERNEL, stream, ids, (int)p->pairs,
+                              (int)p->experts, p->order, p->places, p->ends);
     };
     return p->id_bytes == 8 ? run((const int64_t *)p->ids) : run((const int32_t *)p->ids);
 }
@@ -156,7 +158,6 @@ cudaError_t macko_expert_sum_cuda(const macko_expert_sum *p, cudaStream_t stream
 cudaError_t macko_expert_rows_cuda(const int32_t *order, int64_t count, int64_t top_k, const void *x, int64_t x_rows,
                                    int64_t cols, void *y, cudaStream_t stream) {
     if (!count || !cols || !x_rows) return cudaSuccess;
-    expert_rows<<<(unsigned)count, SUM_THREADS, 0, stream>>>(order, (int)top_k, (const uint4 *)x, (int)x_rows,
-                                                             (int)(cols / 8), (uint4 *)y);
-    return cudaGetLastError();
+    return launch_between(expert_rows, {count, SUM_THREADS, 0}, ANY_KERNEL, stream, order, (int)top_k, (const uint4 *)x,
+                          (int)x_rows, (int)(cols / 8), (uint4 *)y);
 }

@@ -88,16 +88,6 @@ __global__ void __launch_bounds__(NORM_THREADS)
     });
 }
 
-// With PDL from sm_90 on.
-template <typename... Parameters, typename... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
-                   const Arguments &...arguments) {
-    device_info device;
-    if (const cudaError_t error = current_device(&device)) return error;
-    return launch_kernel(kernel, {blocks, threads, 0, device.major >= 9 && may_use_pdl(stream, 0)}, stream,
-                         arguments...);
-}
-
 } // namespace
 
 cudaError_t macko_gate_cuda(macko_dtype dtype, int64_t tokens, int64_t cols, const void *gates, int64_t gate_stride,
@@ -106,8 +96,8 @@ cudaError_t macko_gate_cuda(macko_dtype dtype, int64_t tokens, int64_t cols, con
     const int64_t vectors = cols / 8, blocks_per_token = ceil_div(vectors, GATE_THREADS);
     const auto run = [&](auto *out) {
         using T = std::remove_pointer_t<decltype(out)>;
-        return launch(gate<T>, tokens * blocks_per_token, GATE_THREADS, stream, (const T *)gates, gate_stride,
-                      (const T *)up, up_stride, out, (int)vectors, (unsigned)blocks_per_token);
+        return launch_between(gate<T>, {tokens * blocks_per_token, GATE_THREADS, 0}, 0, stream, (const T *)gates,
+                              gate_stride, (const T *)up, up_stride, out, (int)vectors, (unsigned)blocks_per_token);
     };
     return dtype == MACKO_F16 ? run((__half *)y) : run((__nv_bfloat16 *)y);
 }
@@ -117,8 +107,8 @@ cudaError_t macko_rms_norm_cuda(macko_dtype dtype, int64_t tokens, int64_t cols,
     if (!tokens || !cols) return cudaSuccess;
     const auto run = [&](auto *out) {
         using T = std::remove_pointer_t<decltype(out)>;
-        return launch(rms_norm<T>, tokens, NORM_THREADS, stream, (const T *)x, (const T *)other, (const T *)weight, eps,
-                      out, (T *)sum, (int)cols);
+        return launch_between(rms_norm<T>, {tokens, NORM_THREADS, 0}, 0, stream, (const T *)x, (const T *)other,
+                              (const T *)weight, eps, out, (T *)sum, (int)cols);
     };
     return dtype == MACKO_F16 ? run((__half *)y) : run((__nv_bfloat16 *)y);
 }

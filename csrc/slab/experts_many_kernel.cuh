@@ -126,18 +126,9 @@ __device__ __forceinline__ void fetch_experts_slabs(const experts_many_task<CODE
         const int row_block = min(walk.row_block(rank, lane), task.row_blocks - 1);
         const int64_t of_all = ((int64_t)walk.expert * task.row_blocks + row_block) * task.slabs;
         for (int slab = 0; slab < task.slabs; slab++) {
-            if (lane < SHAPE::ROW_BLOCKS) {
-                int64_t from = (of_all + slab) * task.slab_units, to = from + task.slab_units;
-                if (!CODEC::SAME_SIZE) from = task.offsets[of_all + slab], to = task.offsets[of_all + slab + 1];
-                const int place = slabs.stage * SHAPE::ROW_BLOCKS + lane, bytes = int(to - from) * MACKO_SLAB_UNIT;
-                const uint32_t full = smem + SHAPE::SLAB_FULL + place * 8;
-                sm90::barrier_wait(smem + SHAPE::SLAB_EMPTY + place * 8, slabs.phase ^ 1);
-                sm90::barrier_arrive_expect_tx(full, bytes);
-                sm90::bulk_copy(slabs_at + place * task.stages.slab_bytes, task.data + from * MACKO_SLAB_UNIT, bytes,
-                                full, walk.shared ? again : once);
-            }
-            __syncwarp();
-            slabs.advance(task.stages.slabs);
+            int64_t from = (of_all + slab) * task.slab_units, to = from + task.slab_units;
+            if (!CODEC::SAME_SIZE) from = task.offsets[of_all + slab], to = task.offsets[of_all + slab + 1];
+            copy_slabs<SHAPE>(smem, slabs_at, task.stages, slabs, task.data, from, to, walk.shared ? again : once);
         }
     }
 }

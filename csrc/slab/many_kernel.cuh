@@ -315,6 +315,29 @@ __device__ __forceinline__ void fetch_tokens(const many_task<CODEC> &task, uint3
     producer_tail<SHAPE>(task, smem, x);
 }
 
+// To the next stage a slab for each row block, by as many lanes: units `from` to `to` of the data, of each lane its own.
+// A lane waits for its own slab's place. racecheck takes no notice where some lanes of a warp wait, together or one after
+// another, and named what they copied next (H200, 512ba27), so in its build all wait for all of them.
+template <class SHAPE, typename UNIT>
+__device__ __forceinline__ void copy_slabs(uint32_t smem, uint32_t slabs_at, const macko_slab_many_stages &stages,
+                                           sm90::pipeline_state &slabs, const uint8_t *data, UNIT from, UNIT to,
+                                           uint64_t policy) {
+    constexpr bool ALL_WAIT = sm90::WARP_ARRIVALS > 1;
+    const uint32_t empty = smem + SHAPE::SLAB_EMPTY, lane = threadIdx.x % WARP;
+    for (int i = 0; ALL_WAIT && i < SHAPE::ROW_BLOCKS; i++)
+        sm90::barrier_wait(empty + (slabs.stage * SHAPE::ROW_BLOCKS + i) * 8, slabs.phase ^ 1);
+    if (lane < SHAPE::ROW_BLOCKS) {
+        const int place = slabs.stage * SHAPE::ROW_BLOCKS + lane, bytes = int(to - from) * MACKO_SLAB_UNIT;
+        const uint32_t full = smem + SHAPE::SLAB_FULL + place * 8;
+        if (!ALL_WAIT) sm90::barrier_wait(empty + place * 8, slabs.phase ^ 1);
+        sm90::barrier_arrive_expect_tx(full, bytes);
+        sm90::bulk_copy(slabs_at + place * stages.slab_bytes, data + (int64_t)from * MACKO_SLAB_UNIT, bytes, full,
+                        policy);
+    }
+    __syncwarp();
+    slabs.advance(stages.slabs);
+}
+
 // Slabs, a lane for each row block. The first offsets, whose place the plan knows, are asked for before all else.
 template <class SHAPE, class CODEC>
 __device__ __forceinline__ void fetch_slabs(const many_task<CODEC> &task, uint32_t smem) {
@@ -354,25 +377,8 @@ __device__ __forceinline__ void fetch_slabs(const many_task<CODEC> &task, uint32
     // Slabs that several token tiles want are to be found in L2: 8192 x 28672 by 8192 tokens reads 7.2 GB from memory then,
     // and 9.1 GB where they leave first (H100, dense12, ncu, 2026-11-26).
     const uint64_t policy = schedule.token_tiles > 1 ? evict_normal() : evict_first();
-    // A lane waits for its own slab's place. racecheck takes no notice where some lanes of a warp wait, together or one
-    // after another, and named what they copied next (H200, 512ba27), so in its build all wait for all of them.
-    constexpr bool ALL_WAIT = sm90::WARP_ARRIVALS > 1;
     sm90::pipeline_state slabs;
-    const auto fetch = [&] {
-        const uint32_t empty = smem + SHAPE::SLAB_EMPTY;
-        for (int i = 0; ALL_WAIT && i < SHAPE::ROW_BLOCKS; i++)
-            sm90::barrier_wait(empty + (slabs.stage * SHAPE::ROW_BLOCKS + i) * 8, slabs.phase ^ 1);
-        if (lane < SHAPE::ROW_BLOCKS) {
-            const int place = slabs.stage * SHAPE::ROW_BLOCKS + lane, bytes = (to - from) * MACKO_SLAB_UNIT;
-            const uint32_t full = smem + SHAPE::SLAB_FULL + place * 8;
-            if (!ALL_WAIT) sm90::barrier_wait(empty + place * 8, slabs.phase ^ 1);
-            sm90::barrier_arrive_expect_tx(full, bytes);
-            sm90::bulk_copy(slabs_at + place * task.stages.slab_bytes, task.data + (int64_t)from * MACKO_SLAB_UNIT,
-                            bytes, full, policy);
-        }
-        __syncwarp();
-        slabs.advance(task.stages.slabs);
-    };
+    const auto fetch = [&] { copy_slabs<SHAPE>(smem, slabs_at, task.stages, slabs, task.data, from, to, policy); };
     sm90::cluster_wait();
     if (first_slab < 0) return;
     fetch();

@@ -3,6 +3,7 @@
     python -m benchmarks.planes OUT.jsonl
     python -m benchmarks.planes OUT.jsonl --load /tmp --blocks 4,32
     python -m benchmarks.planes OUT.jsonl --convert /tmp        # 24 GB of files meanwhile
+    python -m benchmarks.planes OUT.jsonl --convert /tmp --blocks 4 --sparse
 
 A bfloat16 matrix of a 7B's shape, scales by row and column, to planes and to dense again, in memory that is there: so
 glibc is told to keep it, or every call would pay a page fault for 4 KB. CPU time of this process, the best of several
@@ -13,7 +14,8 @@ onto the GPU: of its dense file and of its packed one, in turns, both in the pag
 
 With --convert: CPU seconds of this process, in user mode, to pack a folder of a Llama of 7B, 13.5 GB in shards of a
 block each, and to unpack it, on one thread; and those of reading each file's bytes once, which packing does too. All
-blocks hold the same random numbers.
+blocks hold the same random numbers. With --sparse half of these are zeros, and `macko convert` packs them by "auto".
+Beside each time stand the GB by which memory that no file backs grew.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -102,36 +105,63 @@ def time_loading(out: Path, folder: Path, blocks: int, rounds: int) -> None:
             print(f"{blocks} blocks, {name}: {best:.3f} s of {file.stat().st_size / 1e9:.2f} GB, {seconds[name]}")
 
 
-def write_7b(folder: Path) -> None:
+def write_7b(folder: Path, blocks: int, sparse: bool) -> None:
     """Llama-2-7B's config and shapes, a block a file."""
     from transformers import LlamaConfig
 
-    LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+    about = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", num_hidden_layers=blocks)
+    about.save_pretrained(folder)
     weights = {name: trained(rows, cols) for name, (rows, cols) in BLOCK_7B.items()}
+    if sparse:
+        weights = {name: weight * (torch.rand(weight.shape) < 0.5) for name, weight in weights.items()}
     norm = torch.ones(4096, dtype=torch.bfloat16)
     places: dict[str, str] = {}
-    for block in range(32):
+    for block in range(blocks):
         layer = f"model.layers.{block}."
         tensors = {f"{layer}{name}.weight": weight for name, weight in weights.items()}
         tensors |= {f"{layer}{name}.weight": norm.clone() for name in ("input_layernorm", "post_attention_layernorm")}
         if block == 0:
             ends = {"model.embed_tokens.weight": trained(32000, 4096), "lm_head.weight": trained(32000, 4096)}
             tensors |= ends | {"model.norm.weight": norm.clone()}
-        name = f"model-{block + 1:05}-of-00032.safetensors"
+        name = f"model-{block + 1:05}-of-{blocks:05}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, name)
     index = {"metadata": {"total_size": 0}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def time_converting(out: Path, folder: Path) -> None:
+def anonymous_gb() -> float:
+    """Memory of this process that no file backs."""
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024 / 1e9
+
+
+def grown_gb(work: Callable[[], Any]) -> float:
+    """By how much anonymous memory grew at most while it worked."""
+    done, sizes = threading.Event(), [anonymous_gb()]
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            sizes.append(anonymous_gb())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        work()
+    finally:
+        done.set()
+        watcher.join()
+    return max(sizes) - sizes[0]
+
+
+def time_converting(out: Path, folder: Path, blocks: int, sparse: bool) -> None:
+    from macko.cli import main as command
     from macko.integrations.folders import pack_folder, unpack_folder
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         source, packed, again = (Path(place) / name for name in ("dense", "packed", "again"))
         source.mkdir()
-        write_7b(source)
+        write_7b(source, blocks, sparse)
 
         def read() -> None:
             for file in sorted(source.glob("*.safetensors")):
@@ -139,20 +169,25 @@ def time_converting(out: Path, folder: Path) -> None:
                     while opened.read(1 << 24):
                         pass
 
-        for step, work in (
-            ("read", read),
+        steps: tuple[tuple[str, Callable[[], Any]], ...] = (
             ("convert --format dense12", lambda: pack_folder(source, packed, ())),
             ("convert --to dense", lambda: unpack_folder(packed, again)),
-        ):
+        )
+        if sparse:
+            steps = (("convert", lambda: command(["convert", str(source), str(packed), "--device", "cpu"])),)
+        for step, work in (("read", read), *steps):
             if step.endswith("dense"):
                 shutil.rmtree(source)
             before, begun = os.times(), time.monotonic()
-            work()
+            peak = grown_gb(work)
             after = os.times()
             user, system, wall = after.user - before.user, after.system - before.system, time.monotonic() - begun
-            print(f"7B {step}: {user:.1f} s of a core, {system:.1f} of the system beside, {wall:.1f} in all")
-            about = {"step": step, "dtype": "bfloat16", "user_s": user, "system_s": system, "wall_s": wall}
-            append_jsonl(out, **machine("cpu"), **about)
+            print(
+                f"{blocks} blocks, {step}: {user:.1f} s of a core, {system:.1f} of the system beside, {wall:.1f} in "
+                f"all, {peak:.3f} GB"
+            )
+            times = {"user_s": user, "system_s": system, "wall_s": wall, "peak_gb": peak}
+            append_jsonl(out, **machine("cpu"), step=step, dtype="bfloat16", blocks=blocks, sparse=sparse, **times)
 
 
 def main() -> None:
@@ -161,14 +196,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--load", type=Path, help="a folder for files that are read onto the GPU")
     parser.add_argument("--convert", type=Path, help="a folder for that of a model")
-    parser.add_argument("--blocks", default="4,32", help="comma separated")
+    parser.add_argument("--blocks", help="comma separated; default 4,32 to load, 32 to convert")
+    parser.add_argument("--sparse", action="store_true", help="of --convert: half of the weights are zeros")
     options = parser.parse_args()
     if options.load is not None:
-        for blocks in map(int, options.blocks.split(",")):
+        for blocks in map(int, (options.blocks or "4,32").split(",")):
             time_loading(options.out, options.load, blocks, options.rounds)
         return
     if options.convert is not None:
-        time_converting(options.out, options.convert)
+        for blocks in map(int, (options.blocks or "32").split(",")):
+            time_converting(options.out, options.convert, blocks, options.sparse)
         return
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)

@@ -8,7 +8,9 @@ the colours of DARK.
 from __future__ import annotations
 
 import io
+import itertools
 import re
+from collections import Counter
 from typing import Any
 
 import matplotlib
@@ -88,17 +90,22 @@ def save(figure: Any, name: str, title: str) -> None:
 
 
 def curve(axis: Any, label: str, lines: Lines, x: str = "tokens", y: str = "gain") -> None:
-    """The geometric means of y by x; those of a run are joined, the longest first, where no other run's line is."""
+    """The geometric means of y by x; neighbours of a run are joined, the longest run's first, where no line is yet.
+
+    A point that no line joins is left out where one passes: it is of another run, and would seem to be off that line.
+    """
     means = {at: geomean(line[y] for line in lines if line[x] == at) for at in sorted({line[x] for line in lines})}
-    axis.plot([*means], [*means.values()], "o", label=label, color=colour(label))
     runs: dict[Any, set[float]] = {}
     for line in lines:
         runs.setdefault((line["commit"], line.get("mode")), set()).add(line[x])
-    free = {*means}
+    joined: list[tuple[float, float]] = []
     for run in sorted(runs.values(), key=len, reverse=True):
-        if {at for at in means if min(run) <= at <= max(run)} <= free:
-            axis.plot(sorted(run), [means[at] for at in sorted(run)], marker="", color=colour(label))
-            free -= {at for at in means if min(run) <= at <= max(run)}
+        pairs = itertools.pairwise(sorted(run))
+        joined += [(a, b) for a, b in pairs if all(b <= begin or end <= a for begin, end in joined)]
+    for pair in joined:
+        axis.plot(pair, [means[at] for at in pair], marker="", color=colour(label))
+    seen = [at for at in means if not any(a < at < b for a, b in joined)]
+    axis.plot(seen, [means[at] for at in seen], "o", label=label, color=colour(label))
 
 
 def frame(axis: Any, x: str, y: str = "", log: str = "", named: bool = True) -> None:
@@ -233,8 +240,10 @@ LABELS = {
 
 
 def plot_densities() -> None:
-    """By density, of the shapes with five of them or more."""
-    lines = [line for line in records.spmv(mask="uniform", dtype="float16") if "gain" in line]
+    """By density, of the shapes with five of them or more, in the run that has most."""
+    about = {"mask": "uniform", "dtype": "float16"}
+    run, _ = Counter(line["commit"] for line in records.spmv(**about)).most_common(1)[0]
+    lines = [line for line in records.spmv(**about, commit=run) if "gain" in line]
     shapes = [shape for shape in EIGHT if len({x["density"] for x in lines if x["matrix"] == shape}) >= 5]
     figure, axes = plt.subplots(1, len(shapes), figsize=(4 * len(shapes), 3.6), sharey=True)
     for axis, shape in zip(axes, shapes, strict=True):

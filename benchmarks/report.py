@@ -327,7 +327,7 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{blocks} | {load dense gb:.1f} | {load packed gb:.1f} | {load dense s:.2f} | {load packed s:.2f}"),
     ),
     "planes convert": (
-        lambda: read(CPU / "convert.jsonl", "step"),
+        lambda: [line for line in read(CPU / "convert.jsonl", "step", "blocks") if line.get("blocks", 32) == 32],
         Table("step | user, s | system, s", "{step} | {user_s:.1f} | {system_s:.1f}"),
     ),
     "sparse11 listed": (

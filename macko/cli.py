@@ -319,10 +319,8 @@ def convert(options: argparse.Namespace) -> None:
     if elsewhere := Options(options.format).not_on(torch.device(device)):
         config.format = "macko"  # which is what the file of a layout holds
     with unfinished(options.target, source, partial(_say, options), shrinks=True) as work:
-        more: dict[str, Any] = {"device_map": device} if device != "cpu" else {}
-        if _to_bfloat16(options, source):
-            more["dtype"] = torch.bfloat16
-        model = load_packed(source, config, **more)
+        more = {"dtype": torch.bfloat16} if _to_bfloat16(options, source) else {}
+        model = load_packed(source, config, device, work, **more)
         config.format = options.format
         _save(model, model.hf_quantizer.report, options, source, work / "result")
         sizes = _sizes(source, work / "result")

@@ -14,6 +14,7 @@ that has a layer of dense12 is of version 2.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -558,7 +560,7 @@ class FolderWriter:
                 if (kind := TYPES.get(tensor.dtype)) is None:
                     raise ValueError(f"{key} is {tensor.dtype}, which macko does not write")
                 begin = file.tell() - 8 - room
-                file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+                file.write(_content(tensor).data)
                 places = [begin, begin + tensor.nbytes]
                 about[key] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": places}
 
@@ -586,6 +588,29 @@ class FolderWriter:
             about = {"metadata": {"total_size": self.size}, "weight_map": self.places}
             (self.folder / "model.safetensors.index.json").write_text(json.dumps(about, indent=2))
         (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def on_disk(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """The tensors on the CPU, mapped from one file in a folder, which is gone with the last of them."""
+    ends = list(itertools.accumulate((tensor.nbytes + 63 & ~63 for tensor in tensors.values()), initial=64))
+    path = folder / "mapped"
+    with open(path, "wb") as file:
+        for tensor, begin in zip(tensors.values(), ends, strict=False):
+            file.seek(begin)
+            file.write(_content(tensor).data)
+        file.truncate(ends[-1])
+    content = np.memmap(path, mode="c")
+    path.unlink()
+    return {
+        # Each with a storage of its own: what shares one is taken for tied, and copied.
+        name: torch.from_numpy(content[begin : begin + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+        for (name, tensor), begin in zip(tensors.items(), ends, strict=False)
+    }
+
+
+def _content(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The bytes of a tensor."""
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()  # type: ignore[no-any-return]
 
 
 def quant_method(about: Any) -> str:

@@ -365,15 +365,16 @@ def test_convert_and_back_gives_the_original_files(
     assert_same_folders(tmp_path / "in", Path(back))
 
 
-#: Converts and back, once to load what it needs, and prints the megabytes that each then takes more than before.
+#: Converts and back, and what is sparse, once to load what it needs; prints the megabytes that each then takes more.
 PEAKS = """
-import sys, threading, time
+import gc, sys, threading, time
 from macko.cli import main
 
 def resident():
     return int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0]) / 1024
 
 def peak(*arguments):
+    gc.collect()
     done, sizes = threading.Event(), [resident()]
     def watch():
         while not done.wait(0.0005):
@@ -386,7 +387,8 @@ def peak(*arguments):
     return max(sizes) - sizes[0]
 
 for _ in range(2):
-    peaks = [peak(sys.argv[1], sys.argv[2], "--format", "dense12"), peak(*sys.argv[2:], "--to", "dense")]
+    dense, packed, back, sparse = sys.argv[1:]
+    peaks = [peak(dense, packed, "--format", "dense12"), peak(packed, back, "--to", "dense"), peak(sparse, packed)]
 print(*peaks)
 """
 
@@ -397,18 +399,22 @@ def test_convert_holds_one_layer_at_a_time(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=300, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=4
     )
-    transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "in")
+    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "in")
+    macko.prune_(model, 0.5, progress=False)
+    model.save_pretrained(tmp_path / "sparse")
     (whole,) = (tmp_path / "in").glob("*.safetensors")
     layer = 512 * 2048 * 2 / 2**20
     assert whole.stat().st_size / 2**20 > 20 * layer
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes
-    folders = [str(tmp_path / name) for name in ("in", "packed", "back")]
+    folders = [str(tmp_path / name) for name in ("in", "packed", "back", "sparse")]
     printed = subprocess.run(
         [sys.executable, "-c", PEAKS, *folders], env=environment, capture_output=True, text=True, check=True
     )
-    packing, unpacking = map(float, printed.stdout.split()[-2:])
+    packing, unpacking, sparse = map(float, printed.stdout.split()[-3:])
     assert packing < 0.75 * layer + 4  # its planes, while they are made, and the interpreter's own
     assert unpacking < layer + 4
+    assert sparse < 2 * layer + 4  # as it is held here, and as in files
 
 
 def test_a_file_is_aligned_and_none_where_nothing_comes(tmp_path: Path) -> None:

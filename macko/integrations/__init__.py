@@ -29,7 +29,9 @@ _DUE = {
         "save_pretrained of packed models, and saying where adapters and projections cannot be fused",
     ),
     "diffusers.loaders.lora_pipeline": ("macko.integrations.diffusers_models", "loading adapters of FLUX"),
+    "diffusers.loaders.peft": ("macko.integrations.diffusers_models", "loading adapters without unpacking layers"),
     "peft.utils.other": ("macko.integrations.peft", "training sparse layers that modules_to_save names"),
+    "peft.tuners.tuners_utils": ("macko.integrations.peft", "loading adapters without unpacking layers"),
     **dict.fromkeys(
         ("sentence_transformers.base.modules.module", "sentence_transformers.models.Module"),  # before 5.4
         ("macko.integrations.sentence_transformers", "loading packed modules of its own, as Dense"),

@@ -18,6 +18,7 @@ from ..files import quant_method, version_of
 from ..nn.linear import SparseLinear
 from ..nn.merge import MergedLinear
 from ..nn.offload import as_in_files, check_offloadable
+from ..weights.saved import states_without_content
 from . import wrap
 
 
@@ -181,6 +182,8 @@ def register() -> None:
     """Guards what is there: hooks are imported before models, and at times without."""
     wrap(layerwise_casting, "_apply_layerwise_casting", _not_cast)
     wrap(group_offloading, "_apply_group_offloading", _where_bytes_move)
+    if (adapters := sys.modules.get("diffusers.loaders.peft")) is not None:
+        wrap(adapters.PeftAdapterMixin, "load_lora_adapter", states_without_content())
     if (loaders := sys.modules.get("diffusers.loaders.lora_pipeline")) is not None:
         wrap(loaders.FluxLoraLoaderMixin, "_maybe_expand_lora_state_dict", _by_shapes)
     base: Any = getattr(sys.modules.get("diffusers.models.modeling_utils"), "ModelMixin", None)

@@ -2,17 +2,21 @@
 
 peft trains a copy of such a module. A packed weight has no gradient, so the copy of a packed layer is dense; the layer
 itself stays packed, and is what runs where the adapter is off.
+
+Where an adapter that is loaded goes peft tells by the names of a state_dict: no layer is unpacked for it.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from ..nn.linear import SparseLinear, with_hooks
+from ..weights.saved import states_without_content
 from . import wrap
 
 
@@ -37,4 +41,8 @@ def _dense(module: nn.Module) -> nn.Module:
     return module
 
 
-wrap(ModulesToSaveWrapper, "update", _with_dense_copies)
+def register() -> None:
+    wrap(ModulesToSaveWrapper, "update", _with_dense_copies)
+    tuner = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
+    if hasattr(tuner, remap := "_remap_adapter_state_dict_for_load"):  # not in every peft
+        wrap(tuner, remap, states_without_content())

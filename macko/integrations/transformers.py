@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -27,24 +28,27 @@ from ..choose.auto import is_held_packed
 from ..choose.options import Options
 from ..choose.patterns import countable
 from ..choose.times import packed_share
-from ..files import TYPES, Checkpoint, check_whole, join, open_tensors
+from ..files import TYPES, Checkpoint, check_whole, join, on_disk, open_tensors
 from ..nn.convert import CONVERTED, convert_weight, stack_of, warn_if_unchanged
 from ..nn.experts import (
     PROJECTIONS,
     SparseExperts,
     Stack,
+    UnfoldedExperts,
     find_experts,
     fold_,
     is_experts,
     not_stacked,
     projections,
     put,
+    saved_by_expert,
     unfold_,
 )
 from ..nn.find import FoundLinear, find_linears, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
 from ..nn.report import LayerReport, Report
 from ..weights import FORMATS, PackedWeight, saved_as
+from ..weights.saved import in_state, states_for_files
 from . import tensor_parallel, transformers_version
 from .compressed_tensors import has_four_bits, lazy_state, sparsity_format
 from .config import Settings
@@ -55,6 +59,8 @@ IGNORES_SIZES: ContextVar[bool] = ContextVar("IGNORES_SIZES", default=False)
 OFFLOADS: ContextVar[bool] = ContextVar("OFFLOADS", default=False)
 #: Whether its caller looks at the keys that no file has, all of them (load_packed).
 _LOOKS_AT_KEYS: ContextVar[bool] = ContextVar("_LOOKS_AT_KEYS", default=False)
+#: Where layers are packed, and the folder in which they lie from then on, until the model is saved (load_packed).
+_PACKS_TO: ContextVar[tuple[torch.device, Path] | None] = ContextVar("_PACKS_TO", default=None)
 #: In the environment: transformers reads a tensor when its turn has come. Else threads read ahead, in the time that a
 #: layer takes to be cut all that there is: an H200 held the whole of a 7B, of which half was its part.
 _NO_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -324,10 +330,13 @@ class MackoHfQuantizer(HfQuantizer):
         if weight.shape != expected.shape:
             return False  # transformers then says that the checkpoint is of another size
         config = self.quantization_config
-        row, sparse = convert_weight(name, weight, config.options, config.min_sparsity)
+        device, folder = _PACKS_TO.get() or (None, None)
+        row, sparse = convert_weight(name, weight, config.options, config.min_sparsity, device)
         self.report.layers.append(row)
         if sparse is None:
             return False
+        if folder is not None:
+            _put_on_disk(sparse, folder)
         sparse.bias = module.bias  # may still be to come
         sparse._is_hf_initialized = True
         for parent, attribute in layer.places:
@@ -342,14 +351,19 @@ class MackoHfQuantizer(HfQuantizer):
         expected = module._parameters[key]
         if weight.shape != getattr(expected, "_local_tensor", expected).shape:  # of a DTensor this process' part
             return False  # transformers then says that the checkpoint is of another size
+        device, folder = _PACKS_TO.get() or (None, None)
         w = weight.transpose(1, 2) if module.is_transposed else weight
         row = LayerReport(name, tuple(w.shape), None, "dense", w.nbytes, w.nbytes, linear=False)
         self.report.layers.append(row)
         left = next((r for r in self.report.layers if r.name.rpartition(".")[0] == layer and r.reason), None)
         options = config.options
         row.reason = (left.reason if left else "") or not_stacked(options)
+        w = w if row.reason or device is None else w.to(device)
         row.reason = row.reason or unsupported(w.dtype, w.device) or options.not_on(w.device)
         stack: Stack | None = None if row.reason else stack_of(w, row, options, config.min_sparsity)
+        if stack is not None and folder is not None:
+            mapped = on_disk(stack.packed.tensors(), folder)
+            stack = dataclasses.replace(stack, packed=stack.packed.replace(**mapped))
         if stack is None:
             if isinstance(module, SparseExperts):
                 self._unpack_experts(model, layer, row.reason)
@@ -430,6 +444,9 @@ class MackoHfQuantizer(HfQuantizer):
         if self._experts and not _LOOKS_AT_KEYS.get():
             raise ValueError(f"the checkpoint has no {next(iter(self._experts))}: the experts would be random")
         self._experts.clear()
+        if at := _PACKS_TO.get():
+            for name in [n for n, module in model.named_modules() if saved_by_expert(n, module)]:
+                _unfold_on_disk(model, name, *at)
         missing = [name for name in self._found if not _starts_anew(model, name)]
         if missing and not _LOOKS_AT_KEYS.get():
             more = f", nor of {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -562,6 +579,26 @@ def _cut(model: Any, name: str, layer: SparseLinear) -> None:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
+def _put_on_disk(module: nn.Module, folder: Path) -> None:
+    """Has the sparse layers in a module hold what files do, mapped from a file in the folder."""
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, SparseLinear)}
+    with states_for_files():
+        weights: dict[str, Any] = {name: in_state(layer.packed) for name, layer in layers.items()}
+    mapped = on_disk({join(n, key): t for n, weight in weights.items() for key, t in weight.tensors().items()}, folder)
+    for name, layer in layers.items():
+        layer._hold(weights[name].replace(**{key: mapped[join(name, key)] for key in weights[name].tensor_names}))
+
+
+def _unfold_on_disk(model: Any, name: str, device: torch.device, folder: Path) -> None:
+    """Puts packed experts into the model one by one, as files have them, on disk."""
+    experts = model.get_submodule(name)
+    unfolded = UnfoldedExperts(experts.to(device))
+    for key in experts.packed_stacks():
+        del experts._modules[f"{key}_packed"]
+    _put_on_disk(unfolded, folder)
+    put(model, name, unfolded)
+
+
 def _mark(model: nn.Module) -> None:
     """Lets transformers know that a model of its own is packed now, for dequantize()."""
     from transformers.modeling_utils import PreTrainedModel
@@ -581,28 +618,43 @@ def _mark(model: nn.Module) -> None:
 CONVERTED["transformers"] = _mark
 
 
-def load_packed(folder: str | os.PathLike[str], config: MackoConfig, **options: Any) -> Any:
-    """The model of a dense or compressed-tensors folder, packed as it is read; its class is the one that was saved.
+def load_packed(
+    source: str | os.PathLike[str], config: MackoConfig, device: torch.device | str, folder: Path, **options: Any
+) -> Any:
+    """The model of a dense or compressed-tensors folder, packed as it is read, to be saved; its class is the saved one.
+
+    In memory there is one layer at a time, or one module of experts. All that is packed lies, as files hold it, in
+    files of a folder that are gone with the model; all else in those of the source, but for what changes its dtype.
+
+    Args:
+        device: where each layer is packed; the model is on the CPU.
 
     Raises:
-        ValueError: a file of the folder is not as another says, no file has a weight of the model, or transformers has
+        ValueError: a file of the source is not as another says, no file has a weight of the model, or transformers has
             no such model.
     """
-    folder = os.fspath(folder)
-    with readable(folder), Checkpoint(folder) as file:
-        about, kind = class_of(folder)
-        options |= {"quantization_config": config, "output_loading_info": True}
-        if has_four_bits(file.config):
-            warnings.warn(f"{folder}: its weights have 4 bits, and are unpacked to 16 to be packed", stacklevel=2)
-        elif sparsity_format(file.config) is None and not file.is_slid:
-            return _whole(folder, kind, folder, **{"dtype": "auto", **options})
-        for name in ("quantization_config", "compression_config", "sparsity_config"):
-            if hasattr(about, name):
-                delattr(about, name)
-        stored = (file[name].dtype for name in file if name.endswith(".compressed"))
-        dtype = options.pop("dtype", about.dtype) or next(stored, None)
-        state = lazy_state(file)
-        return _whole(folder, kind, None, config=about, state_dict=state, dtype=dtype, **options)
+    source, before = os.fspath(source), os.environ.get(_NO_ASYNC)
+    token = _PACKS_TO.set((torch.device(device), folder))
+    os.environ[_NO_ASYNC] = "1"
+    try:
+        with readable(source), Checkpoint(source) as file:
+            about, kind = class_of(source)
+            options |= {"quantization_config": config, "output_loading_info": True}
+            if has_four_bits(file.config):
+                warnings.warn(f"{source}: its weights have 4 bits, and are unpacked to 16 to be packed", stacklevel=2)
+            elif sparsity_format(file.config) is None and not file.is_slid:
+                return _whole(source, kind, source, **{"dtype": "auto", **options})
+            for name in ("quantization_config", "compression_config", "sparsity_config"):
+                if hasattr(about, name):
+                    delattr(about, name)
+            stored = (file[name].dtype for name in file if name.endswith(".compressed"))
+            dtype = options.pop("dtype", about.dtype) or next(stored, None)
+            state = lazy_state(file)
+            return _whole(source, kind, None, config=about, state_dict=state, dtype=dtype, **options)
+    finally:
+        _PACKS_TO.reset(token)
+        del os.environ[_NO_ASYNC]
+        os.environ |= {_NO_ASYNC: before} if before is not None else {}
 
 
 def class_of(folder: str | os.PathLike[str]) -> tuple[Any, Any]:

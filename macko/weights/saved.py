@@ -80,6 +80,7 @@ def saved_by_names(
 #: Names that states may have of a layer, besides its bias, whichever format it is in now.
 IN_FILES = tuple(dict.fromkeys((*Macko8Weight.tensor_names, *Planes12Weight.tensor_names, "weight")))
 _FOR_A_FILE: ContextVar[bool] = ContextVar("_FOR_A_FILE", default=False)
+_WITHOUT_CONTENT: ContextVar[bool] = ContextVar("_WITHOUT_CONTENT", default=False)
 
 
 @contextlib.contextmanager
@@ -92,8 +93,19 @@ def states_for_files() -> Iterator[None]:
         _FOR_A_FILE.reset(token)
 
 
+@contextlib.contextmanager
+def states_without_content() -> Iterator[None]:
+    """Within it state_dicts have packed weights on the meta device: for who looks at names and shapes alone."""
+    token = _WITHOUT_CONTENT.set(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_CONTENT.reset(token)
+
+
 def in_state(weight: PackedWeight) -> PackedWeight | Tensor:
     """The weight as a state_dict has it, packed or dense."""
+    weight = weight.empty_like("meta") if _WITHOUT_CONTENT.get() else weight
     return weight.to_file() if _FOR_A_FILE.get() else weight.to_saved()
 
 

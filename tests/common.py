@@ -1,6 +1,7 @@
 """What the tests share: devices, masks, data, and comparisons whose bounds are derived, never typed in."""
 
 import ctypes
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from macko.measure import reference
@@ -43,6 +46,34 @@ def cpu_paths() -> list[str]:
     """The vector paths that this CPU has, as values of MACKO_CPU."""
     known = {"DEFAULT": 1, "AVX2": 2, "AVX512": 3}
     return ["scalar", "avx2", "avx512"][: known.get(torch.backends.cpu.get_cpu_capability(), 1)]
+
+
+@contextmanager
+def edited(file: Path) -> Iterator[dict[str, Any]]:
+    """What is in a file of JSON or of tensors, which is written again as the block leaves it."""
+    if file.suffix == ".json":
+        content = json.loads(file.read_text())
+        yield content
+        file.write_text(json.dumps(content))
+    else:
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+        tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+        yield tensors
+        save_file(tensors, file, metadata)
+
+
+class Graphs(list[torch.fx.GraphModule]):
+    """A backend of torch.compile, which keeps the graphs it is given and runs them as they are."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Any:
+        self.append(graph)
+        return graph.forward
+
+    def targets(self, word: str) -> list[list[str]]:
+        """Of each graph the names of what it calls that have this word in them."""
+        names = [[str(node.target).removesuffix(".default") for node in graph.graph.nodes] for graph in self]
+        return [[name for name in called if word in name] for called in names]
 
 
 #: `make sanitize` makes each tensor an allocation of its own, so that every step over an end is seen. A capture cannot

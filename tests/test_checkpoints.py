@@ -16,6 +16,7 @@ from macko.integrations.compressed_tensors import Masked, quantised
 from macko.weights import Sparse8Weight
 from macko.weights.slidesparse import Slid
 from tests.common import assert_same_bits, compressed_config
+from tests.tiny_llama import small_llama
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,13 +33,9 @@ KINDS = {
 
 
 def llama(dtype: torch.dtype = torch.bfloat16) -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    config.architectures = ["LlamaForCausalLM"]
-    return transformers.LlamaForCausalLM._from_config(config, dtype=dtype)
+    model = small_llama(dtype, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_key_value_heads=4)
+    model.config.architectures = ["LlamaForCausalLM"]
+    return model
 
 
 def linears(model: Any) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from macko.choose.auto import gains_by_slabs
 from macko.weights import Dense12Weight
 from tests.common import assert_close_library, assert_same_bits, assert_same_model, devices, random_vector
 from tests.kernels.codecs import Dense12, bits_of
-from tests.tiny_llama import needs_transformers
+from tests.tiny_llama import needs_transformers, small_llama
 
 transformers: Any = importlib.import_module("transformers") if importlib.util.find_spec("transformers") else None
 DENSE12 = Dense12(torch.bfloat16, 0)
@@ -300,12 +300,8 @@ def gains_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def llama(tied: bool = False) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=tied,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    sizes = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    return small_llama(**sizes, num_key_value_heads=4, tie_word_embeddings=tied)
 
 
 @pytest.mark.usefixtures("gains_everywhere")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.common import (
+    Graphs,
     Plan,
     assert_graph_of_layers,
     assert_other_tensors_are_refused,
@@ -156,14 +157,9 @@ def test_graph_of_layers(codec: Codec, device: str, tokens: int) -> None:
 @each_format
 def test_compiles_once_for_every_number_of_tokens(codec: Codec, device: str) -> None:
     made, bias = codec.packed(codec.for_products(96, 128, rare=0.0), device), codec.x(96).to(device)
-    graphs = []
-
-    def count(graph: torch.fx.GraphModule, inputs: list) -> object:
-        graphs.append(graph)
-        return graph.forward
-
+    graphs = Graphs()
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: made.linear(x, bias), fullgraph=True, dynamic=True, backend=count)
+    compiled = torch.compile(lambda x: made.linear(x, bias), fullgraph=True, dynamic=True, backend=graphs)
     # Torch takes sizes that are equal at first for the same size: no tensor of a format has one of 5.
     for tokens in (5, 2, 3, 8, 17, 64, 300):
         x = codec.x(tokens, 128).to(device)

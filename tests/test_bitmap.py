@@ -152,19 +152,6 @@ def test_subnormal_numbers_count(cpu_path: str, dtype: torch.dtype) -> None:
     assert_same_bits(ops.spmv(*ops.pack(w), 130, x), wanted)
 
 
-@all_dtypes
-def test_same_bits_for_any_number_of_threads(cpu_path: str, dtype: torch.dtype) -> None:
-    w, x = random_weight(500, 1000, 0.4, dtype), random_vector(45, 1000, dtype=dtype)
-    layout = laid_out(w)
-    for tokens in (1, 2, 4) if cpu_path == "scalar" else (1, 2, 4, 5, 12, 45):
-        found = []
-        for threads in (1, 2, 3):
-            with torch_threads(threads):
-                found.append(bitmap_linear(x[:tokens], *layout, 1000))
-        assert_same_bits(found[0], found[1])
-        assert_same_bits(found[0], found[2])
-
-
 def corrupt(layout: Packed, tensor: Tensor, index: tuple[int, ...], value: int) -> Packed:
     """The layout with one element of one of its tensors changed."""
     changed = tensor.clone()

@@ -391,20 +391,6 @@ def test_a_copy_of_a_tied_layer_is_undone(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_transformers
-def test_made_as_a_model_is_read(tmp_path: Path) -> None:
-    dense = llama()
-    dense.save_pretrained(tmp_path)
-    config = macko.MackoConfig(format="dense12", ignore=[])
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
-    assert {layer.format for layer in layers_of(model).values()} == {"dense12"}
-    assert len(layers_of(model)) == 8
-    assert_same_model(model, dense)
-    model.dequantize()
-    assert not layers_of(model)
-    assert_same_bits(model.lm_head.weight, dense.lm_head.weight)
-
-
-@needs_transformers
 def test_layers_that_files_hold_packed_beside_it_are_not_read_as_dense12(tmp_path: Path) -> None:
     """The config says dense12, which one of them could not even be held in."""
     dense = llama()

@@ -258,15 +258,6 @@ def test_files_that_do_not_fit_are_refused_by_the_layers_name(tmp_path: Path) ->
     assert_refused("dtype is 'float32'", layers={name: sizes | {"dtype": "float32"}})
 
 
-def test_float32_that_a_model_keeps_is_lost_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from macko.integrations.diffusers import MackoDiffusersQuantizer
-
-    make("wan").save_pretrained(tmp_path)
-    monkeypatch.setattr(MackoDiffusersQuantizer, "use_keep_in_fp32_modules", False)
-    model = type(make("wan")).from_pretrained(tmp_path, torch_dtype=torch.bfloat16, quantization_config=config())
-    assert not any(parameter.dtype == torch.float32 for parameter in model.parameters())
-
-
 def test_no_dense_weight_is_unpacked_while_others_are_read(tmp_path: Path, unpacked: list[int]) -> None:
     make("flux").save_pretrained(tmp_path, max_shard_size="1MB")
     type(make("flux")).from_pretrained(tmp_path, torch_dtype=torch.bfloat16, quantization_config=config())

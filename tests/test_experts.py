@@ -210,41 +210,32 @@ def test_gated_rows_are_torchs_and_their_gradients() -> None:
     assert (grads[0] - grads[1]).abs().max() <= 2.0**-7 * grads[1].abs().max()  # torch rounds silu's gradient between
 
 
-def test_what_the_ops_around_products_refuse_they_name() -> None:
+def test_what_the_ops_refuse_they_name() -> None:
     order = torch.tensor([5], dtype=torch.int32)
     tensors, header = stacked(small(1, 64, 64), "dense12").packed
-    with pytest.raises(RuntimeError, match=r"order\[0\] is 5, expected 0 to 3: x has 2 rows, top_k is 2"):
-        ops.linear_experts(small(2, 64), tensors, header, 64, torch.ones(1, dtype=torch.int32), order, 2)
-    with pytest.raises(RuntimeError, match="top_k is 0, expected 1 and more"):
-        ops.linear_experts(small(2, 64), tensors, header, 64, torch.ones(1, dtype=torch.int32), order, 0)
-    with pytest.raises(RuntimeError, match="macko::expert_order: ids has dtype float32, expected int64 or int32"):
-        ops.expert_order(torch.zeros(2, 2), 4)
-    with pytest.raises(RuntimeError, match=r"macko::expert_sum: weights has shape \[1, 1\], places has \[1, 2\]"):
-        ops.expert_sum(small(2, 8), torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 1))
-    with pytest.raises(RuntimeError, match="weights has dtype float16, expected float32 or x's, bfloat16"):
-        ops.expert_sum(small(2, 8), torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2).half())
-
-
-@pytest.mark.parametrize("counts", [[3, -1], [2, 9]])
-def test_ends_that_fall_or_pass_the_tokens_are_refused(counts: list[int]) -> None:
-    w = small(2, 64, 64)
-    with pytest.raises(RuntimeError, match=r"macko::linear_experts: ends\[1\] is"):
-        product(small(5, 64), stacked(w, "dense12"), 64, counts)
-
-
-def test_what_the_op_refuses_it_names() -> None:
+    one, places = torch.ones(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     w, x, ends = small(2, 64, 64), small(3, 64), torch.tensor([1, 3], dtype=torch.int32)
-    tensors, header = stacked(w, "dense12").packed
-    with pytest.raises(RuntimeError, match="the stack has 128 rows, expected 256: 2 experts, as many as ends, of 65"):
-        ops.linear_experts(x, tensors, header, 65, ends)
-    with pytest.raises(RuntimeError, match="ends has dtype int64, expected int32"):
-        ops.linear_experts(x, tensors, header, 64, ends.long())
-    with pytest.raises(RuntimeError, match=r"x has shape \[1, 3, 64\], expected 2 dimension"):
-        ops.linear_experts(x[None], tensors, header, 64, ends)
-    with pytest.raises(RuntimeError, match="x has dtype float16"):
-        ops.linear_experts(x.half(), tensors, header, 64, ends)
-    with pytest.raises(RuntimeError, match="the macko layout has no such kernel here"):
-        ops.linear_experts(x, *FORMATS["macko"].from_dense(w.view(128, 64)).packed, 64, ends)
+    two, canonical = stacked(w, "dense12").packed, FORMATS["macko"].from_dense(w.view(128, 64)).packed
+    more = "the stack has 128 rows, expected 256: 2 experts, as many as ends, of 65"
+    for message, op, *arguments in (
+        (r"order\[0\] is 5, expected 0 to 3: x has 2 rows, top_k is 2",
+         ops.linear_experts, small(2, 64), tensors, header, 64, one, order, 2),
+        ("top_k is 0, expected 1", ops.linear_experts, small(2, 64), tensors, header, 64, one, order, 0),
+        ("macko::expert_order: ids has dtype float32, expected int64 or int32", ops.expert_order, torch.zeros(2, 2), 4),
+        (r"macko::expert_sum: weights has shape \[1, 1\], places has \[1, 2\]",
+         ops.expert_sum, small(2, 8), places, torch.ones(1, 1)),
+        ("weights has dtype float16, expected float32 or x's, bfloat16",
+         ops.expert_sum, small(2, 8), places, torch.ones(1, 2).half()),
+        (more, ops.linear_experts, x, *two, 65, ends),
+        ("ends has dtype int64, expected int32", ops.linear_experts, x, *two, 64, ends.long()),
+        (r"x has shape \[1, 3, 64\], expected 2 dimension", ops.linear_experts, x[None], *two, 64, ends),
+        ("x has dtype float16", ops.linear_experts, x.half(), *two, 64, ends),
+        ("the macko layout has no such kernel here", ops.linear_experts, x, *canonical, 64, ends),
+        (r"macko::linear_experts: ends\[1\] is", ops.linear_experts, x, *two, 64, ends_of([3, -1])),
+        (r"macko::linear_experts: ends\[1\] is", ops.linear_experts, x, *two, 64, ends_of([2, 9])),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=message):
+            op(*arguments)
 
 
 def test_gradient_in_x_is_that_of_the_dense_products() -> None:

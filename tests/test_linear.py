@@ -97,23 +97,6 @@ def test_empty_weights(rows: int, cols: int) -> None:
     assert_same_bits(layer(x).detach(), linear(x).detach())
 
 
-def test_wrong_input_names_what_came() -> None:
-    layer = sparse_layer()
-    with pytest.raises(RuntimeError, match=r"x has shape \[3, 7\]"):
-        layer(torch.zeros(3, 7, dtype=torch.bfloat16))
-    with pytest.raises(RuntimeError, match="x has dtype float32, expected bfloat16"):
-        layer(torch.zeros(COLS))
-
-
-@pytest.mark.parametrize("device", devices())
-def test_autocast_takes_float32(device: str) -> None:
-    layer = sparse_layer(device=device)
-    x = random_vector(2, COLS, dtype=torch.float32).to(device)
-    with torch.autocast(device, torch.bfloat16):
-        y = layer(x)
-    assert_same_bits(y.detach(), layer(x.bfloat16()).detach())
-
-
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_autocast_gives_its_own_dtype(device: str, compiled: bool) -> None:
@@ -219,14 +202,6 @@ def test_another_dtype_converts_as_linear_does(source: torch.dtype, target: torc
     assert layer.dtype == layer.bias.dtype == target
     assert_same_bits(layer.weight, torch.where(dense.weight == 0, 0, dense.weight).detach())
     layer.packed.validate()
-
-
-def test_half_bfloat16_float_methods() -> None:
-    model = nn.Sequential(sparse_layer(torch.float32), nn.Linear(ROWS, 3))
-    assert model.half()[0].dtype == torch.float16
-    assert model.bfloat16()[0].dtype == torch.bfloat16
-    assert model.float()[0].dtype == torch.float32
-    assert model[0].packed.row_ptr.dtype == torch.int32
 
 
 def test_double_is_refused_and_changes_nothing() -> None:
@@ -551,14 +526,6 @@ def test_what_is_traced_under_no_grad_has_gradients(trace: str) -> None:
     x.requires_grad_()
     (grad,) = torch.autograd.grad(traced(x).sum(), x)
     torch.testing.assert_close(grad, w.sum(0).expand(3, 40))
-
-
-def test_compile_trains_an_adapter() -> None:
-    torch.compiler.reset()
-    layer = sparse_layer(torch.float32)
-    x = random_vector(3, COLS, dtype=torch.float32).requires_grad_()
-    torch.compile(layer, fullgraph=True, backend="aot_eager")(x).sum().backward()
-    assert_close_spmv(x.grad, layer.weight.t(), torch.ones(3, ROWS))
 
 
 def test_package_names() -> None:

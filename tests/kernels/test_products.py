@@ -17,8 +17,9 @@ from tests.common import (
     assert_same_bits,
     each_token,
     needs_capture,
+    torch_threads,
 )
-from tests.kernels.codecs import CODECS, EVERY_ROWS, ROWS, Codec, Rows
+from tests.kernels.codecs import CODECS, EVERY_ROWS, ROWS, Codec, OfCodes, Rows, assert_same_bytes
 
 pytestmark = pytest.mark.usefixtures("keys_of_the_codec")
 
@@ -58,6 +59,19 @@ def test_integers_are_exact(codec: Codec, device: str) -> None:
             assert_same_bits(made.linear(xs.to(device)) + 0, ys)
 
 
+@where_they_run(EVERY_ROWS, "cpu")
+def test_same_bits_for_any_number_of_threads(codec: Codec, device: str, cpu_path: str) -> None:
+    w, x, found = codec.source(500, 1000, 0.4), codec.x(45, 1000), []
+    several = (5, 12, 45) if codec.format == "bitmap" and cpu_path != "scalar" else ()  # others leave them to torch
+    for threads in (1, 2, 3):
+        with torch_threads(threads):
+            made = codec.packed(w, device)
+            found.append([*made.tensors().values(), *(made.linear(x[:tokens]) for tokens in (1, 2, 4, *several))])
+    for other in found[1:]:
+        for got, wanted in zip(other, found[0], strict=True):
+            assert_same_bits(got, wanted)
+
+
 @each_of_rows
 @pytest.mark.usefixtures("cpu_path")
 def test_nan_and_inf_reach_only_their_row(codec: Codec, device: str) -> None:
@@ -83,6 +97,15 @@ def test_a_token_does_not_depend_on_the_others(codec: Codec, device: str, tokens
     y, kept = made.linear(x), [token for token in range(tokens) if token not in touched]
     assert isinstance(codec, Rows) or y[touched[-1]].isnan().all()  # which leave out columns
     assert_same_bits(y[kept], alone[kept])
+
+
+@where_they_run(codec for codec in (*CODECS, *ROWS) if not isinstance(codec, OfCodes))
+def test_a_weight_of_any_stride_and_alignment(codec: Codec, device: str) -> None:
+    w = codec.source(140, 1204).to(device)
+    for view in (w.t(), w[:, 1::2], w[3:, 5:], w.reshape(-1)[1:601].view(2, 300)):
+        made = codec.packed(view, device)
+        assert_same_bytes(made, codec.packed(view.clone(memory_format=torch.contiguous_format), device))
+        assert_same_bits(made.to_dense(), codec.dense(view))
 
 
 @each_format

@@ -224,24 +224,6 @@ def test_validate_finds_what_does_not_stop_the_reading() -> None:
         BitmapWeight(weight.values, weight.bits, weight.row_ptr, 8, 90).validate()
 
 
-def test_wrong_arguments_are_named() -> None:
-    values, bits, row_ptr = laid_out(random_weight(16, 40, 0.5, torch.float16))
-    x = torch.ones(40, dtype=torch.float16)
-    for message, call in (
-        ("values has dtype float64", lambda: bitmap_spmv(values.double(), bits, row_ptr, 40, x)),
-        ("values has 31 elements, expected at least 32", lambda: bitmap_spmv(values[:31], bits, row_ptr, 40, x)),
-        ("bits has dtype int8, expected uint8", lambda: bitmap_spmv(values, bits.view(torch.int8), row_ptr, 40, x)),
-        (r"bits has shape \[15, 8\], expected \[16, 8\]", lambda: bitmap_spmv(values, bits[1:], row_ptr, 40, x)),
-        (r"bits has shape \[16, 8\], expected \[16, 16\]", lambda: bitmap_unpack(values, bits, row_ptr, 65)),
-        ("row_ptr has dtype int64, expected int32", lambda: bitmap_spmv(values, bits, row_ptr.long(), 40, x)),
-        ("row_ptr is empty", lambda: bitmap_unpack(values, bits, row_ptr[:0], 40)),
-        ("delta_bits is 3", lambda: bitmap_to_macko(values, bits, row_ptr, 40, 3)),
-        ("cols is -1", lambda: bitmap_unpack(values, bits, row_ptr, -1)),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            call()
-
-
 @pytest.mark.gpu
 def test_on_cuda_it_says_that_it_is_for_the_cpu() -> None:
     values, bits, row_ptr = (t.cuda() for t in laid_out(random_weight(16, 40, 0.5, torch.float16)))

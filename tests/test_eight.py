@@ -270,14 +270,6 @@ def test_another_dtype_keeps_codes_and_scales(format: type[ByteWeight], kind: in
     assert_same_bits(wide.to_dense(), made.codes().float() * made.scales[:, None])
 
 
-@each_format
-@each_kind
-def test_parts_have_the_codes_of_the_whole(format: type[ByteWeight], kind: int) -> None:
-    made = made_of(format, 130, 300, kind=kind, dtype=torch.float16)
-    assert_same_bits(made.cut(0, 3, 77).to_dense(), made.to_dense()[3:77])
-    assert_same_bits(made.cut(1, 8, 100).to_dense(), made.to_dense()[:, 8:100])
-
-
 def tower(dtype: torch.dtype = torch.bfloat16, zeros: bool = True) -> Any:
     model: Any = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 512, bias=False)).to(dtype)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from macko.choose.options import Options
 from macko.cli import main
 from macko.measure import bench
 from macko.nn.experts import SparseExperts, Stack, UnfoldedExperts, is_experts, oriented, projections
-from tests.common import two_processes
+from tests.common import edited, two_processes
 
 transformers = pytest.importorskip("transformers", minversion="5.19")
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 80, 3
@@ -545,17 +545,14 @@ def test_converted_there_and_back(
 
 
 def test_an_expert_that_is_lost_from_a_folder_is_missed(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     model = model_of("mixtral", 0.6)
     macko.sparsify_(model, progress=False)
     model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
     lost = "model.layers.1.block_sparse_moe.experts.2.up_proj"
-    del config["quantization_config"]["layers"][lost]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    left = {key: tensor for key, tensor in tensors_of(tmp_path).items() if not key.startswith(lost)}
-    save_file(left, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with edited(tmp_path / "config.json") as config, edited(tmp_path / "model.safetensors") as tensors:
+        del config["quantization_config"]["layers"][lost]
+        for name in [name for name in tensors if name.startswith(lost)]:
+            del tensors[name]
     with pytest.raises(ValueError, match=r"layers.1.mlp.experts.2.up_proj is not packed, while others of these"):
         load(tmp_path)
 

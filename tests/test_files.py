@@ -264,9 +264,6 @@ def put(name: str, index: int, value: int) -> Callable[[dict[str, Tensor], dict[
 
 DAMAGE: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Any]] = {
     "row_ptr falls": put("up.row_ptr", 5, 0),
-    "row_ptr is negative": put("up.row_ptr", 5, -1),
-    "row_ptr overruns": put("up.row_ptr", -1, 2**31 - 1),
-    "row_ptr does not begin at 0": put("up.row_ptr", 0, 1),
     "a column past the end": put("up.deltas", 0, 0xFF),
     "values cut": lambda tensors, about: tensors.update({"up.values": tensors["up.values"][:-8]}),
     "deltas cut": lambda tensors, about: tensors.update({"up.deltas": tensors["up.deltas"][:4]}),
@@ -282,12 +279,8 @@ DAMAGE: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Any]] = {
     "no values": lambda tensors, about: tensors.pop("up.values"),
     "more columns": lambda tensors, about: about["layers"]["up"].update(cols=41),
     "fewer columns": lambda tensors, about: about["layers"]["up"].update(cols=39),
-    "more rows": lambda tensors, about: about["layers"]["up"].update(rows=73),
-    "negative columns": lambda tensors, about: about["layers"]["up"].update(cols=-40),
     "huge columns": lambda tensors, about: about["layers"]["up"].update(cols=2**62),
     "columns are text": lambda tensors, about: about["layers"]["up"].update(cols="40"),
-    "columns are a list": lambda tensors, about: about["layers"]["up"].update(cols=[40]),
-    "a bool for a number": lambda tensors, about: about["layers"]["up"].update(rows=True),
     "other delta bits": lambda tensors, about: about["layers"]["up"].update(delta_bits=8),
     "impossible delta bits": lambda tensors, about: about["layers"]["up"].update(delta_bits=3),
     "no columns": lambda tensors, about: about["layers"]["up"].pop("cols"),

@@ -261,13 +261,6 @@ def test_tune_leaves_what_is_not_worth_a_look(tmp_path: Path, monkeypatch: pytes
         assert_same_bits(w, saved.to_dense() if name == "d" else half)
 
 
-def test_a_matrix_of_zeros_is_inspected(tmp_path: Path, capsys: Any) -> None:
-    save_file({"a.weight": torch.zeros(8, 16)}, tmp_path / "file")
-    assert main(["inspect", str(tmp_path / "file")]) == 0
-    assert "0.000 (100.0%)" in capsys.readouterr().out
-    assert density_of(torch.zeros(8, 16)) == 0
-
-
 def test_inspect_says_what_it_would_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     w, spread = Dense12(BF16, 0).source(512, 512, rare=0.001), (2.0 ** torch.randint(-90, 90, (128, 256))).bfloat16()
     made = Dense12Weight.from_dense(w)

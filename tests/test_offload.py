@@ -356,31 +356,24 @@ def held_there(model: nn.Module, addresses: set[int]) -> int:
 
 
 @needs_diffusers
-@pytest.mark.parametrize("level", ["leaf_level", "block_level"])
+@pytest.mark.parametrize("level", ["leaf_level", "block_level", "disk"])
 @pytest.mark.parametrize("ready", [False, True])
-def test_group_offload(level: str, ready: bool) -> None:
+def test_group_offload(level: str, ready: bool, tmp_path: Path) -> None:
     hooks = importlib.import_module("diffusers.hooks")
     _, model, wanted = models()
-    if ready:
+    options: dict[str, Any] = {"offload_type": level, "num_blocks_per_group": 1}
+    if level == "disk":
+        options |= {"offload_type": "block_level", "offload_to_disk_path": str(tmp_path)}
+    if level == "disk" and not ready:
+        with pytest.raises(ValueError, match=r"group offloading: blocks.0.q_proj is packed by macko, and would stay"):
+            hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, **options)
+        assert_says(model, wanted)
+    if ready or level == "disk":
         macko.offloadable_(model)
-    options = {"offload_type": level, "num_blocks_per_group": 1}
     hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, **options)
     assert_says(model, wanted)
     with pytest.raises(ValueError, match="offloadable_: an offloader has"):
         macko.offloadable_(model)
-
-
-@needs_diffusers
-def test_group_offload_to_disk(tmp_path: Path) -> None:
-    hooks = importlib.import_module("diffusers.hooks")
-    _, model, wanted = models()
-    options = {"offload_type": "block_level", "num_blocks_per_group": 1, "offload_to_disk_path": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"group offloading: blocks.0.q_proj is packed by macko, and would stay"):
-        hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, **options)
-    assert_says(model, wanted)
-    macko.offloadable_(model)
-    hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, **options)
-    assert_says(model, wanted)
 
 
 @needs_diffusers

@@ -273,13 +273,6 @@ def test_a_saved_model_is_smaller_and_the_same(tmp_path: Path) -> None:
         assert_same_bits(again.up.weight, dense.up.weight)
 
 
-def test_a_state_dict_is_that_of_the_dense_model() -> None:
-    dense, packed = models()
-    state = packed.state_dict()
-    assert state.keys() == dense.state_dict().keys()
-    assert_same_bits(state["up.weight"], dense.up.weight)
-
-
 def test_who_knows_nothing_of_macko_stops(tmp_path: Path) -> None:
     dense, packed = models()
     macko.save_model(packed, tmp_path / "a.safetensors")

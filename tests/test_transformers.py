@@ -320,8 +320,10 @@ def test_experts_in_one_tensor_and_conv1d_are_named(tmp_path: Path) -> None:
         (mixture, "model.layers.0.feed_forward.experts.down_proj", "holds all experts in one tensor"),
         (gpt, "transformer.h.0.attn.c_attn", "Conv1D is no nn.Linear"),
     ):
+        left = "Conv1D" if model is gpt else "experts in one tensor"
         for report in (macko.prune_(model, 0.5), macko.sparsify_(model)):
             assert reason in {row.name: row.reason for row in report}[name]
+            assert re.search(rf"^{left}: [\d,]+ of [\d,]+ weights \(\d+%\)", str(report), re.M)
         model.save_pretrained(tmp_path / name)
         loaded = load(tmp_path / name)
         assert_same_model(loaded, model)

@@ -115,7 +115,7 @@ FAULTS = (
     Fault("dense12 is saved packed", "macko/weights/slab.py",
           'return torch.empty(self.shape, dtype=self.dtype, device="meta") if on_meta else self.to_dense().cpu()',
           "return self",
-          "tests/test_compress.py::test_saved_as_the_dense_model_and_loaded_into_either"),
+          "tests/test_compress.py::test_a_state_is_the_dense_models_and_loaded_into_either"),
     Fault("a vector path lists what the table has", "csrc/planes12/pack_cpu.c", "held = _mm256_or_si256(held, is);", "",
           "tests/test_planes.py::test_vector_and_scalar_write_the_same_bytes"),
     Fault("planes take a column twice", "csrc/planes12/pack_cpu.c", "if (col <= (i > start", "if (col < (i > start",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from macko import _library, ops
-from macko.weights import BitmapWeight, MackoWeight
+from macko.weights import BitmapWeight
 from tests import reference
 from tests.common import (
     CPU_DTYPES,
@@ -229,12 +229,3 @@ def test_on_cuda_it_says_that_it_is_for_the_cpu() -> None:
     values, bits, row_ptr = (t.cuda() for t in laid_out(random_weight(16, 40, 0.5, torch.float16)))
     with pytest.raises(RuntimeError, match="macko::linear: the bitmap layout is for the CPU"):
         bitmap_spmv(values, bits, row_ptr, 40, torch.ones(40, dtype=torch.float16, device="cuda"))
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_weight_goes_back_to_the_macko_weight_that_it_was(bits: int) -> None:
-    weight = MackoWeight.from_dense(random_weight(20, 400, 0.1, torch.float16), bits)
-    back = BitmapWeight.from_macko(weight).to_macko()
-    assert back.sizes() == weight.sizes()
-    for got, wanted in zip(back.tensors().values(), weight.tensors().values(), strict=True):
-        assert_same_bits(got, wanted)

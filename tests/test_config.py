@@ -21,7 +21,7 @@ LAYERS = {"a": {"format": "macko", "rows": 64, "cols": 64, "delta_bits": 4}}
 
 @pytest.mark.parametrize("values", ["raw", "fp8", "int8", "exact"])
 def test_values_of_a_saved_folder_reach_an_engine(values: str, tmp_path: Path) -> None:
-    model = small_llama(hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    model = small_llama(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_key_value_heads=4)
     macko.prune_(model, 0.5)
     model.save_pretrained(tmp_path / "dense")
     config = macko.MackoConfig(values=values)

@@ -48,15 +48,6 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_packed_model_says_the_same(kind: str) -> None:
-    dense, model = packed(kind)
-    assert_same_bits(run(model, kind), run(dense, kind))
-    float32 = {name for name, parameter in dense.named_parameters() if parameter.dtype == torch.float32}
-    assert bool(float32) == (kind == "wan")
-    assert not any(f"{name}.weight" in float32 for name in packed_layers(model))
-
-
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
 
 

@@ -375,9 +375,6 @@ def test_files_are_checked() -> None:
     assert saved_as(about)[1]["kind"] == 0
     with pytest.raises(ValueError, match="values is 'fp4', expected one of fp8, int8"):
         saved_as({**about, "values": "fp4"})
-    for name in ("dense8", "sparse8"):
-        with pytest.raises(ValueError, match=f"{name} is an execution layout, never saved: files hold macko8"):
-            saved_as({"format": name, "rows": 1, "cols": 1})
 
 
 @pytest.mark.parametrize("values", codes.KINDS)
@@ -441,18 +438,11 @@ def test_a_layer_keeps_its_codes() -> None:
     layer.half().bfloat16()
     assert_same_bits(layer.packed.codes(), before)
     assert "format=sparse8" in repr(layer)
+    assert layer.reformat_("dense8").packed.label == "dense8 int8"
+    assert_same_bits(layer.packed.codes(), before)
     dense = layer.to_linear()
     layer.reformat_("macko")
     assert_same_bits(layer.packed.to_dense(), dense.weight.detach())
-
-
-def test_another_layout_of_8_bits_holds_the_same_codes() -> None:
-    layer = macko.SparseLinear.from_packed(made_of(Sparse8Weight, 70, 300, kind=1, dtype=torch.bfloat16))
-    packed: Any = layer.packed
-    layer.reformat_("dense8")
-    held: Any = layer.packed
-    assert held.label == "dense8 int8"
-    assert_same_bits(held.codes(), packed.codes())
 
 
 def test_what_is_interrupted_has_its_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import macko
 from macko import weights
 from macko.files import VERSION, Checkpoint
-from tests.common import CPU_DTYPES, assert_same_bits, assert_same_model, device_dtypes, random_weight
+from tests.common import assert_same_bits, assert_same_model, device_dtypes, random_weight
 
 
 class Model(nn.Module):
@@ -396,16 +396,6 @@ def test_an_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "folder")
 
 
-def test_a_dense_file_for_a_sparse_model_is_refused_with_the_reason(tmp_path: Path) -> None:
-    dense = Model()
-    del dense.again, dense.head  # shared
-    save_file(dense.state_dict(), tmp_path / "model.safetensors")
-    model = sparse_model()
-    del model.again, model.head
-    with pytest.raises(ValueError, match="up: the state has a dense weight, and this layer is sparse: load it before"):
-        macko.load_model(model, tmp_path / "model.safetensors")
-
-
 # ---- torch.distributed.checkpoint ------------------------------------------------------------------------------------
 
 
@@ -456,11 +446,3 @@ def test_a_full_state_of_torch_distributed(format: str) -> None:
     full = StateDictOptions(full_state_dict=True)
     set_model_state_dict(fresh, get_model_state_dict(model, options=full), options=full)
     assert_same_model(fresh, model)
-
-
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-def test_deepcopy_of_what_was_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
-    path = tmp_path / "model.safetensors"
-    macko.save_model(sparse_model(dtype), path)
-    loaded = macko.load_model(on_meta(), path)
-    assert_same_model(copy.deepcopy(loaded), loaded)

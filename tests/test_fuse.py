@@ -201,27 +201,6 @@ def test_on_a_cpu_norms_and_gates_stay() -> None:
         assert {*compiled(block, x)[1]} == {"linear", "linear_parts", "add"}
 
 
-@pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_block_of_one_token(dtype: torch.dtype) -> None:
-    """Two layers with residuals: norms and sums are in the products, whose numbers are those of the modules."""
-    first, second = Norm(64, dtype), Norm(64, dtype)
-    weights = [random_weight(64, 64, 0.5, dtype, seed=i) for i in range(3)]
-
-    def block(x: Tensor) -> Tensor:
-        h = x + product(first(x), weights[0])
-        normed = second(h)
-        return product(normed, weights[1]) + h + product(normed, weights[2])
-
-    x = random_vector(1, 1, 64, dtype=dtype)
-    y, names = compiled(block, x)
-    assert names == ["norm_linear"] * 3
-    h = x.double() + first(x).double() @ weights[0].double().T
-    h = h.to(dtype)
-    wanted = h.double() + second(h).double() @ (weights[1] + weights[2].double()).T
-    assert_near(y, wanted, dtype)
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_the_cpu")
 def test_as_an_option_of_torch_compile() -> None:

@@ -309,14 +309,6 @@ def test_every_number_of_tokens_up_to_70(rows: int, cols: int, dtype: torch.dtyp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", MASKS)
-def test_tokens_by_uneven_masks(kind: str) -> None:
-    for density in (0.03, 0.3, 0.7):
-        w, x = random_weight(900, 1500, density, torch.float16, kind=kind), random_vector(8, 1500, dtype=torch.float16)
-        assert_close_spmv(layouts.stream(packed(w), x.cuda()), w, x)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "cols"), [(300, 9000), (300, 15000), (300, 28672), (100, 65535), (2048, 4096)])
 def test_x_that_fits_shared_memory_for_fewer_tokens_only(rows: int, cols: int) -> None:
     w, x = random_weight(rows, cols, 0.5, torch.float16), random_vector(8, cols, dtype=torch.float16)

@@ -113,13 +113,8 @@ def test_every_mask_loses_nothing(n: int, dtype: torch.dtype, device: str) -> No
         assert_same_bits(ops.slide_unpack(packed, scale, codes.shape[1], n, dtype), codes)
         identity = torch.eye(codes.shape[1], dtype=torch.float16, device=device)
         if device == "cpu" or dtype == torch.float16:
-            y = ops.slide_linear(
-                identity,
-                *ops.slide_pack(codes.half().to(device), n, torch.float16)[:2],
-                codes.shape[1],
-                n,
-                torch.float16,
-            )
+            halves = ops.slide_pack(codes.half().to(device), n, torch.float16)[:2]
+            y = ops.slide_linear(identity, *halves, codes.shape[1], n, torch.float16)
             assert torch.equal(y.cpu(), codes.half().t())
 
 
@@ -245,16 +240,8 @@ def test_integer_products_are_exact(dtype: torch.dtype, n: int, device: str) -> 
         token_scale = torch.where(torch.arange(tokens) % 3 == 0, 2.0, 1.0)
         lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype)
         for out_dtype in (torch.bfloat16, torch.float16):
-            y = ops.slide_gemm(
-                lifted.to(device),
-                token_scale.to(device),
-                packed,
-                scale,
-                cols,
-                n,
-                out_dtype,
-                bias.to(out_dtype).to(device),
-            )
+            given = lifted.to(device), token_scale.to(device), packed, scale
+            y = ops.slide_gemm(*given, cols, n, out_dtype, bias.to(device, out_dtype))
             wanted = (q.double() @ codes.double().t()) * token_scale.double()[:, None] * scale.cpu().double()
             assert_same_bits(y, (wanted + bias.double()).float().to(out_dtype))
 

@@ -773,33 +773,6 @@ def test_experts_of_which_something_lacks_or_is_twice_are_refused_by_name() -> N
         list(routed(config_of(layers)).load_weights(tensors.items()))
 
 
-def test_layers_of_a_shape_are_the_same_code_whatever_they_hold() -> None:
-    """Else vLLM compiles each of them."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    from macko.integrations.vllm import Packed
-
-    seen = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        seen.append((graph.code, [(tensor.device, tensor.dtype, tensor.shape) for tensor in inputs]))
-        return graph.forward
-
-    x = torch.randn(3, 96, dtype=torch.bfloat16)
-    for density in (0.2, 0.6):
-        with set_current_vllm_config(VllmConfig()):
-            method = Packed(config_of({}), "a.o_proj", None, [])
-        layer, packed = torch.nn.Module(), MackoWeight.smallest(random_weight(64, 96, density, torch.bfloat16))
-        layer.quant_method = method
-        method.hold(layer, packed)
-        torch._dynamo.reset()
-        with torch.no_grad():
-            compiled = torch.compile(lambda layer=layer: layer.quant_method.apply(layer, x), backend=backend)
-            assert_same_bits(compiled(), packed.linear(x))
-    assert len(seen) == 2
-    assert seen[0] == seen[1]
-
-
 def test_compiled_code_of_other_layers_is_not_taken_from_the_cache() -> None:
     """vLLM loads it by a hash of its config, without guards."""
     from vllm.config import VllmConfig, set_current_vllm_config

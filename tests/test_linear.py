@@ -161,11 +161,6 @@ def test_reset_parameters_is_refused() -> None:
         sparse_layer().reset_parameters()
 
 
-def test_unknown_format_is_named() -> None:
-    with pytest.raises(ValueError, match="format is 'csr', expected one of auto, smallest, mixed, macko"):
-        SparseLinear.from_linear(dense_layer(), format="csr")
-
-
 def test_float64_is_refused() -> None:
     with pytest.raises(TypeError, match="float64"):
         SparseLinear.from_linear(nn.Linear(4, 4, dtype=torch.float64))

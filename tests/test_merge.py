@@ -173,7 +173,6 @@ def test_the_op_of_parts(device: str, weight: type[MackoWeight] | type[SellWeigh
     op = torch.ops.macko.linear_parts
     x = torch.randn(3, 64, device=device, dtype=torch.float16)
     for rows in ([32, 0, 64], [64, 0, 32]):
-        torch.library.opcheck(op, (x, *packed.packed, rows))
         torch.testing.assert_close(torch.cat(op(x, *packed.packed, rows), -1), packed.linear(x))
     for part_rows, words in {
         (32, 32): "part_rows are 64 in all, the matrix has 96 rows",

@@ -131,10 +131,3 @@ def test_another_dtype_is_another_choice(scale: float, format: str) -> None:
     assert layer.format == "sparse11"
     assert layer.half().format == format
     assert_same_bits(layer.weight.as_subclass(Tensor), torch.where(w.half() == 0, 0, w.half()))
-
-
-def test_values_are_of_formats_that_choose() -> None:
-    with pytest.raises(ValueError, match="values is 'fp4', expected one of exact, raw, fp8, int8"):
-        Options(values="fp4")
-    with pytest.raises(ValueError, match="values is 'raw', format 'tile' takes exact"):
-        Options("tile", values="raw")

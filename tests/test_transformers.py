@@ -227,7 +227,9 @@ def test_round_trip(pruned: tuple[Any, Path], tmp_path: Path, how: str, shard: s
     assert_same_model(load(tmp_path / "again"), model)
 
 
-def test_saved_folder_is_smaller_and_holds_no_dense_weight(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+def test_saved_folder_holds_no_dense_weight_nor_is_one_made_on_the_way_back(
+    pruned: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load(pruned[1], quantization_config=macko.MackoConfig()).save_pretrained(tmp_path / "sparse")
     tensors = load_file(tmp_path / "sparse" / "model.safetensors")
     assert "model.layers.0.mlp.up_proj.values" in tensors
@@ -238,12 +240,6 @@ def test_saved_folder_is_smaller_and_holds_no_dense_weight(pruned: tuple[Any, Pa
     assert config["layers"]["model.layers.1.mlp.down_proj"] == {
         "format": "macko", "rows": 48, "cols": 104, "delta_bits": 2,
     }  # fmt: skip
-
-
-def test_no_dense_weight_on_the_way_back(
-    pruned: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load(pruned[1], quantization_config=macko.MackoConfig()).save_pretrained(tmp_path / "sparse")
     for name in ("from_dense", "to_dense"):
         monkeypatch.setattr(MackoWeight, name, lambda *_, **__: pytest.fail("made a dense weight"))
     load(tmp_path / "sparse").save_pretrained(tmp_path / "again")

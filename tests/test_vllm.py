@@ -23,6 +23,7 @@ import torch
 import macko
 from macko.weights import MackoWeight, Planes12Weight
 from tests.common import assert_same_bits, edited, random_weight
+from tests.tiny_llama import small_llama
 
 pytestmark = [
     pytest.mark.vllm,
@@ -63,18 +64,13 @@ if __name__ == "__main__":
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """dense, half of its weights zero, and packed, its head too: with grouped queries and biases."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from macko.integrations.folders import pack_folder
 
     folder = tmp_path_factory.mktemp("vllm")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-        head_dim=32, vocab_size=500, max_position_embeddings=256, tie_word_embeddings=False, attention_bias=True,
-        mlp_bias=True, bos_token_id=None, eos_token_id=None,
+    model = small_llama(
+        hidden_size=256, intermediate_size=688, num_attention_heads=8, head_dim=32, vocab_size=500,
+        max_position_embeddings=256, attention_bias=True, mlp_bias=True, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and "embed" not in name:

@@ -353,8 +353,8 @@ int check_plans(uint64_t seed, int count, macko_slab_many_problem *p, macko_slab
 
 /* 33 and 64 tokens have the same plan, also where L2 holds the ones and not the others. */
 int check_up_to_64(void) {
-    for (int64_t rows = 64; rows <= 30000; rows = rows * 3 / 2 + 17)
-        for (int64_t cols = 2000; cols < 200000; cols = cols * 5 / 4 + 13) {
+    for (int64_t rows = 64; rows <= 30000; rows = rows * 2 + 17)
+        for (int64_t cols = 2000; cols < 200000; cols = cols * 4 / 3 + 13) {
             macko_slab_many_problem p = {rows, cols, 33, {0}};
             for (int k = 0; k < MACKO_SLAB_MANY_NUM_SHAPES; k++) p.clusters[k] = 66;
             macko_slab_many_plan few, more;

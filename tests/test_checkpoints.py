@@ -591,8 +591,7 @@ def test_a_folder_of_slidesparse_that_lies_is_named(tmp_path: Path) -> None:
 
     def assert_refused(match: str) -> None:
         with pytest.raises(ValueError, match=match), Checkpoint(folder) as file:
-            for name in file:
-                file[name]
+            assert [file[name] for name in file]
 
     with pytest.raises(ValueError, match="give the folder"):
         Checkpoint(folder / "model.safetensors")

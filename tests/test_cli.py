@@ -1,4 +1,4 @@
-"""The command line, end to end on small folders, and the import of compressed-tensors checkpoints written by hand."""
+"""The command line, end to end on small folders. Checkpoints that others wrote: test_checkpoints.py."""
 
 import argparse
 import copy

@@ -1,6 +1,7 @@
 """What the tests share: devices, masks, data, and comparisons whose bounds are derived, never typed in."""
 
 import ctypes
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from macko.measure import reference
@@ -43,6 +46,34 @@ def cpu_paths() -> list[str]:
     """The vector paths that this CPU has, as values of MACKO_CPU."""
     known = {"DEFAULT": 1, "AVX2": 2, "AVX512": 3}
     return ["scalar", "avx2", "avx512"][: known.get(torch.backends.cpu.get_cpu_capability(), 1)]
+
+
+@contextmanager
+def edited(file: Path) -> Iterator[dict[str, Any]]:
+    """What is in a file of JSON or of tensors, which is written again as the block leaves it."""
+    if file.suffix == ".json":
+        content = json.loads(file.read_text())
+        yield content
+        file.write_text(json.dumps(content))
+    else:
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata()
+        tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+        yield tensors
+        save_file(tensors, file, metadata)
+
+
+class Graphs(list[torch.fx.GraphModule]):
+    """A backend of torch.compile, which keeps the graphs it is given and runs them as they are."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Any:
+        self.append(graph)
+        return graph.forward
+
+    def targets(self, word: str) -> list[list[str]]:
+        """Of each graph the names of what it calls that have this word in them."""
+        names = [[str(node.target).removesuffix(".default") for node in graph.graph.nodes] for graph in self]
+        return [[name for name in called if word in name] for called in names]
 
 
 #: `make sanitize` makes each tensor an allocation of its own, so that every step over an end is seen. A capture cannot
@@ -114,19 +145,24 @@ def random_weight(
     return torch.where(mask(kind, rows, cols, density, seed), w, torch.zeros((), dtype=dtype))
 
 
-def as_bitmask(w: Tensor, two_four: bool = False) -> dict[str, Tensor]:
+def of_two_four(w: Tensor) -> Tensor:
+    """The two largest of each four in a row."""
+    fours = w.float().abs().unflatten(1, (-1, 4))
+    return torch.zeros(fours.shape, dtype=torch.bool).scatter_(2, fours.topk(2)[1], True).flatten(1)
+
+
+def as_bitmask(w: Tensor, two_four: bool = False, kept: Tensor | None = None) -> dict[str, Tensor]:
     """A tensor in the words of compressed-tensors, whose release 0.8 wrote all those of a model so, of any number of
-    dimensions."""
-    kept = w != 0
-    if two_four:  # zeros too, where a group of four has less than two others
-        kept = torch.zeros_like(kept).unflatten(1, (-1, 4)).scatter_(2, w.unflatten(1, (-1, 4)).abs().topk(2)[1], True)
-        kept = kept.flatten(1)
+    dimensions; kept: what is stored, zeros too, where it is not what the values say."""
+    if kept is None:
+        kept = of_two_four(w) if two_four else w != 0
     bits = torch.nn.functional.pad(kept, (0, -w.shape[-1] % 8)).view(*w.shape[:-1], -(-w.shape[-1] // 8), 8)
     bitmask, counts = (bits * (1 << torch.arange(8))).sum(-1).to(torch.uint8), kept.sum(-1)
+    compressed = (w.view(torch.uint8) if w.element_size() == 1 else w)[kept].view(w.dtype)
     if two_four:
-        return {"shape": torch.tensor(w.shape)[:, None], "compressed": w[kept].view(len(w), -1), "bitmask": bitmask}
+        return {"shape": torch.tensor(w.shape)[:, None], "compressed": compressed.view(len(w), -1), "bitmask": bitmask}
     offsets = counts.cumsum(0) - counts
-    return {"shape": torch.tensor(w.shape), "compressed": w[kept], "row_offsets": offsets, "bitmask": bitmask}
+    return {"shape": torch.tensor(w.shape), "compressed": compressed, "row_offsets": offsets, "bitmask": bitmask}
 
 
 def as_8_bits(w: Tensor, kind: str) -> dict[str, Tensor]:
@@ -140,16 +176,19 @@ def as_8_bits(w: Tensor, kind: str) -> dict[str, Tensor]:
     return {"weight_packed": words, "weight_shape": torch.tensor(codes.shape), "weight_scale": scale}
 
 
-def compressed_config(kind: str) -> dict[str, Any]:
-    """quantization_config of a folder whose weights are as_bitmask (then its format) or as_8_bits."""
+def compressed_config(kind: str, mask: str = "", **weights: Any) -> dict[str, Any]:
+    """quantization_config of a folder whose weights are as_bitmask (then its format) or as_8_bits, these perhaps under
+    a mask; weights: what else is said of them."""
+    about: dict[str, Any] = {"quant_method": "compressed-tensors", "config_groups": {}}
     if kind.endswith("bitmask"):
-        sparsity = {"format": kind, "targets": ["Linear"], "ignore": ["lm_head"]}
-        return {
-            "quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "sparsity_config": sparsity,
-        }  # fmt: skip
-    weights = {"num_bits": 8, "type": "float" if kind == "float" else "int", "strategy": "channel", "symmetric": True}
-    groups = {"group_0": {"weights": weights, "input_activations": None, "targets": ["Linear"]}}
-    return {"quant_method": "compressed-tensors", "config_groups": groups}
+        about["format"], mask = "dense", kind
+    else:
+        held = {"num_bits": 8, "type": "float" if kind == "float" else "int", "strategy": "channel", "symmetric": True}
+        group = {"weights": held | weights, "input_activations": None, "targets": ["Linear"]}
+        about["config_groups"] = {"group_0": group}
+    if mask:
+        about["sparsity_config"] = {"format": mask, "targets": ["Linear"], "ignore": ["lm_head"]}
+    return about
 
 
 def random_bits(rows: int, cols: int, density: float, dtype: torch.dtype, seed: int) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from macko import _library, ops
-from macko.weights import BitmapWeight, MackoWeight
+from macko.weights import BitmapWeight
 from tests import reference
 from tests.common import (
     CPU_DTYPES,
@@ -152,19 +152,6 @@ def test_subnormal_numbers_count(cpu_path: str, dtype: torch.dtype) -> None:
     assert_same_bits(ops.spmv(*ops.pack(w), 130, x), wanted)
 
 
-@all_dtypes
-def test_same_bits_for_any_number_of_threads(cpu_path: str, dtype: torch.dtype) -> None:
-    w, x = random_weight(500, 1000, 0.4, dtype), random_vector(45, 1000, dtype=dtype)
-    layout = laid_out(w)
-    for tokens in (1, 2, 4) if cpu_path == "scalar" else (1, 2, 4, 5, 12, 45):
-        found = []
-        for threads in (1, 2, 3):
-            with torch_threads(threads):
-                found.append(bitmap_linear(x[:tokens], *layout, 1000))
-        assert_same_bits(found[0], found[1])
-        assert_same_bits(found[0], found[2])
-
-
 def corrupt(layout: Packed, tensor: Tensor, index: tuple[int, ...], value: int) -> Packed:
     """The layout with one element of one of its tensors changed."""
     changed = tensor.clone()
@@ -237,35 +224,8 @@ def test_validate_finds_what_does_not_stop_the_reading() -> None:
         BitmapWeight(weight.values, weight.bits, weight.row_ptr, 8, 90).validate()
 
 
-def test_wrong_arguments_are_named() -> None:
-    values, bits, row_ptr = laid_out(random_weight(16, 40, 0.5, torch.float16))
-    x = torch.ones(40, dtype=torch.float16)
-    for message, call in (
-        ("values has dtype float64", lambda: bitmap_spmv(values.double(), bits, row_ptr, 40, x)),
-        ("values has 31 elements, expected at least 32", lambda: bitmap_spmv(values[:31], bits, row_ptr, 40, x)),
-        ("bits has dtype int8, expected uint8", lambda: bitmap_spmv(values, bits.view(torch.int8), row_ptr, 40, x)),
-        (r"bits has shape \[15, 8\], expected \[16, 8\]", lambda: bitmap_spmv(values, bits[1:], row_ptr, 40, x)),
-        (r"bits has shape \[16, 8\], expected \[16, 16\]", lambda: bitmap_unpack(values, bits, row_ptr, 65)),
-        ("row_ptr has dtype int64, expected int32", lambda: bitmap_spmv(values, bits, row_ptr.long(), 40, x)),
-        ("row_ptr is empty", lambda: bitmap_unpack(values, bits, row_ptr[:0], 40)),
-        ("delta_bits is 3", lambda: bitmap_to_macko(values, bits, row_ptr, 40, 3)),
-        ("cols is -1", lambda: bitmap_unpack(values, bits, row_ptr, -1)),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            call()
-
-
 @pytest.mark.gpu
 def test_on_cuda_it_says_that_it_is_for_the_cpu() -> None:
     values, bits, row_ptr = (t.cuda() for t in laid_out(random_weight(16, 40, 0.5, torch.float16)))
     with pytest.raises(RuntimeError, match="macko::linear: the bitmap layout is for the CPU"):
         bitmap_spmv(values, bits, row_ptr, 40, torch.ones(40, dtype=torch.float16, device="cuda"))
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_weight_goes_back_to_the_macko_weight_that_it_was(bits: int) -> None:
-    weight = MackoWeight.from_dense(random_weight(20, 400, 0.1, torch.float16), bits)
-    back = BitmapWeight.from_macko(weight).to_macko()
-    assert back.sizes() == weight.sizes()
-    for got, wanted in zip(back.tensors().values(), weight.tensors().values(), strict=True):
-        assert_same_bits(got, wanted)

@@ -1,6 +1,7 @@
 """Checkpoints as people have them: sparse and of 8 bits, of 4 bits, of torch.save, in float32. Written here, tiny."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ from torch import Tensor
 import macko
 from macko.cli import main
 from macko.files import Checkpoint
-from macko.integrations.compressed_tensors import Masked, quantised
+from macko.integrations.compressed_tensors import Masked, decode, is_quantised, quantised, sparsity_format
 from macko.weights import Sparse8Weight
 from macko.weights.slidesparse import Slid
-from tests.common import assert_same_bits, compressed_config
+from tests.common import as_8_bits, as_bitmask, assert_same_bits, compressed_config, edited, of_two_four
+from tests.tiny_llama import small_llama
 
 transformers = pytest.importorskip("transformers")
 
-FP8 = torch.float8_e4m3fn
+FP8, PT = torch.float8_e4m3fn, {"format": "pt"}
 #: Of compressed-tensors: whether 2:4, the kind of codes (None: 16 bits), how many scales.
 KINDS = {
     "2of4-fp8-channel": (True, "float", "channel"),
@@ -32,13 +34,9 @@ KINDS = {
 
 
 def llama(dtype: torch.dtype = torch.bfloat16) -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, vocab_size=64,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    config.architectures = ["LlamaForCausalLM"]
-    return transformers.LlamaForCausalLM._from_config(config, dtype=dtype)
+    model = small_llama(dtype, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_key_value_heads=4)
+    model.config.architectures = ["LlamaForCausalLM"]
+    return model
 
 
 def linears(model: Any) -> dict[str, Tensor]:
@@ -46,25 +44,14 @@ def linears(model: Any) -> dict[str, Tensor]:
     return {name: weight for name, weight in found.items() if name != "lm_head"}
 
 
-def kept_of(w: Tensor, two_four: bool) -> Tensor:
-    if not two_four:
-        return torch.rand(w.shape) < 0.4
-    places = w.float().abs().view(-1, 4).topk(2, 1).indices
-    return torch.zeros(w.numel() // 4, 4, dtype=torch.bool).scatter_(1, places, True).view(w.shape)
-
-
-def under_mask(values: Tensor, kept: Tensor, two_four: bool) -> dict[str, Tensor]:
-    """As compressed-tensors 0.9.4 writes a weight of which these are kept."""
-    rows, cols = kept.shape
-    bits = kept.view(rows, cols // 8, 8) * (1 << torch.arange(8))
-    raw = values.view(torch.uint8) if values.element_size() == 1 else values
-    compressed = raw[kept].view(values.dtype)
-    shape = torch.tensor([rows, cols])
-    parts = {"bitmask": bits.sum(-1).to(torch.uint8)}
-    if two_four:
-        return parts | {"shape": shape[:, None], "compressed": compressed.view(rows, cols // 2)}
-    counts = kept.sum(1)
-    return parts | {"shape": shape, "compressed": compressed, "row_offsets": counts.cumsum(0) - counts}
+def write(path: Path, model: Any, tensors: dict[str, Tensor], about: dict[str, Any] | None = None) -> None:
+    """A folder of the model, but of these tensors, and what its config says of them."""
+    path.mkdir()
+    model.config.save_pretrained(path)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors", PT)
+    if about:
+        with edited(path / "config.json") as config:
+            config["quantization_config"] = about
 
 
 def folder_of(path: Path, kind: str) -> dict[str, tuple[Tensor, Tensor | None]]:
@@ -74,41 +61,38 @@ def folder_of(path: Path, kind: str) -> dict[str, tuple[Tensor, Tensor | None]]:
     tensors = model.state_dict()
     found: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, w in linears(model).items():
-        kept, parts, scales = kept_of(w, two_four), {}, None
-        values = w
+        kept, values, scales = of_two_four(w) if two_four else torch.rand(w.shape) < 0.4, w, None
         if codes_are:
             most = w.float().abs().amax(1, keepdim=True) if strategy == "channel" else w.float().abs().max()[None]
-            scales = (most / (448 if codes_are == "float" else 127.5)).bfloat16()
+            scales = tensors[f"{name}.weight_scale"] = (most / (448 if codes_are == "float" else 127.5)).bfloat16()
             ratio = w.float() / scales.float()
             values = ratio.to(FP8) if codes_are == "float" else ratio.round().clamp(-128, 127).to(torch.int8)
             if strategy == "channel" and name.endswith("up_proj"):
                 scales[5] = 0
                 values.view(torch.uint8)[5] = 0
-            parts["weight_scale"] = scales
         del tensors[f"{name}.weight"]
-        parts |= under_mask(values, kept, two_four)
-        tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in parts.items()}
+        tensors |= {f"{name}.{key}": tensor for key, tensor in as_bitmask(values, two_four, kept).items()}
         found[name] = (torch.where(kept, values.float(), 0).to(values.dtype), scales)
-    path.mkdir()
-    model.config.save_pretrained(path)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    about = compressed_config("sparse-24-bitmask" if two_four else "sparse-bitmask")
-    if codes_are:
-        weights = {"num_bits": 8, "type": codes_are, "strategy": strategy, "symmetric": True}
-        about["config_groups"] = {"group_0": {"weights": weights, "targets": ["Linear"]}}
-        about["format"] = f"{codes_are}-quantized"
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    mask = "sparse-24-bitmask" if two_four else "sparse-bitmask"
+    about = compressed_config(codes_are, mask, strategy=strategy) if codes_are else compressed_config(mask)
+    write(path, model, tensors, about)
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sparse_checkpoints_keep_codes_scales_and_bits(kind: str, tmp_path: Path) -> None:
+def test_sparse_checkpoints_keep_codes_scales_and_bits(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = folder_of(tmp_path / "in", kind)
     with Checkpoint(tmp_path / "in") as file:
         for name, (values, _) in found.items():
             assert torch.equal(Masked(file, name).to_dense().float(), values.float())
     assert main(["inspect", str(tmp_path / "in")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "layers.0.mlp.up_proj" in line)
+    assert ("sparse-24-bitmask" if KINDS[kind][0] else "sparse-bitmask") in line.split()
+    if KINDS[kind][1] is None:
+        with edited(tmp_path / "in/config.json") as config:
+            del config["dtype"]  # it is that of the values
     assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     for name, (values, scales) in found.items():
@@ -122,6 +106,115 @@ def test_sparse_checkpoints_keep_codes_scales_and_bits(kind: str, tmp_path: Path
         assert torch.equal(layer.packed.scales, torch.where(each == 0, 1, each)[:, 0])
         wanted = (values.float() * each).bfloat16()
         assert_same_bits(layer.weight.as_subclass(Tensor) + 0, wanted + 0)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_every_tensor_under_a_mask_as_before_release_0_9(
+    shards: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NAME.weight.bitmask, of embeddings, norms and biases too, in one file or in two."""
+    model = small_llama(attention_bias=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            zeros = torch.rand_like(parameter) < (0.1 if "norm" in name else 0.6)
+            parameter.normal_().masked_fill_(zeros, 0)
+    old, sparse = tmp_path / "old", tmp_path / "sparse"
+    model.save_pretrained(old)
+    parts = [
+        {f"{name}.{key}": part for key, part in as_bitmask(tensor).items()}
+        for name, tensor in load_file(old / "model.safetensors").items()
+    ]
+    (old / "model.safetensors").unlink()
+    places: dict[str, str] = {}
+    for i in range(shards):
+        tensors = {name: tensor for some in parts[i::shards] for name, tensor in some.items()}
+        file = "model.safetensors" if shards == 1 else f"model-{i}.safetensors"
+        save_file(tensors, old / file, PT)
+        places |= dict.fromkeys(tensors, file)
+    if shards > 1:
+        (old / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    with edited(old / "config.json") as config:
+        config["quantization_config"] = {**compressed_config("sparse-bitmask"), "version": "0.8.1"}
+
+    assert main(["inspect", str(old)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[1] for row in rows if row[0] == "model.layers.0.mlp.up_proj"] == ["104x48"]
+    assert not [row for row in rows if "norm" in row[0] or "bias" in row[0]]
+    assert main(["convert", str(old), str(sparse), "--device", "cpu"]) == 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(sparse)
+    assert sum(isinstance(module, macko.SparseLinear) for module in loaded.modules()) == 14
+    loaded.dequantize()
+    wanted = model.state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert_same_bits(tensor, wanted.pop(name))
+    assert not wanted
+
+
+def folder_of_8_bits(path: Path, kind: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Codes and scales without a mask, of which some layers have zeros; those of each."""
+    model = small_llama(hidden_size=256, intermediate_size=256, num_hidden_layers=1, num_key_value_heads=4)
+    macko.prune_(model.model.layers[0].mlp, 0.5, progress=False)
+    tensors, found = model.state_dict(), {}
+    for name, w in linears(model).items():
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{part}": tensor for part, tensor in as_8_bits(w, kind).items()}
+        plain = as_8_bits(w, kind.replace("packed", "int"))
+        found[name] = plain["weight"], plain["weight_scale"].float().flatten()
+    write(path, model, tensors, compressed_config(kind))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["float", "int", "packed"])
+def test_8_bits_of_compressed_tensors_keep_codes_and_scales(kind: str, tmp_path: Path) -> None:
+    found = folder_of_8_bits(tmp_path / "in", kind)
+    if kind == "int":  # whatever the only file is called, and whatever else lies beside it
+        file = (tmp_path / "in/model.safetensors").rename(tmp_path / "in/model-00001-of-00001.safetensors")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(file), file.name)}
+        (tmp_path / "in/model.safetensors.index.json").write_text(json.dumps(index))
+        save_file({"of.weight": torch.zeros(2, 2)}, tmp_path / "in/consolidated.safetensors")
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    formats = set()
+    for name, (values, scales) in found.items():
+        packed = model.get_submodule(name).packed
+        formats.add(packed.format)
+        assert_same_bits(torch.where(values.float() == 0, 0, packed.codes().float()), values.float() + 0)
+        assert_same_bits(packed.scales, scales)
+    assert formats == {"dense8", "sparse8"}
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("packed", {"weight_packed": torch.zeros(7, dtype=torch.int32)}, "layers.0.mlp.up_proj: too many indices"),
+        ("packed", {"weight_shape": torch.empty(2**33, 0, dtype=torch.int64)}, "two whole numbers"),  # as a list 64 GB
+        ("int", {"weight": torch.empty(2**33, 0).char(), "weight_scale": torch.ones(1)}, "layers.0.mlp.up_proj: "),
+        ("int", {"weight_scale": None}, "layers.0.mlp.up_proj: it has 8 bits, and no weight_scale"),
+        ("int", {"weight_scale": -torch.ones(256, 1)}, "model.layers.0.mlp.up_proj: scales have numbers"),
+        ("int", {"num_bits": 4}, "4 bits a weight in the format None"),
+        ("int", {"strategy": "group"}, "weights of strategy 'group'"),
+        ("int", {"symmetric": False}, "weights of symmetric False"),
+        ("int", {"--values": "fp8"}, "is quantised already"),
+    ],
+)
+def test_8_bits_that_lie_or_are_of_another_kind_are_told_in_one_line(
+    kind: str, change: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What tensors hold, what the config says of all of them, and an option."""
+    folder_of_8_bits(tmp_path / "in", kind)
+    with edited(tmp_path / "in/model.safetensors") as tensors, edited(tmp_path / "in/config.json") as config:
+        for name, value in change.items():
+            if isinstance(value, Tensor):
+                tensors[f"model.layers.0.mlp.up_proj.{name}"] = value
+            elif value is None:
+                del tensors[f"model.layers.0.mlp.up_proj.{name}"]
+            else:
+                config["quantization_config"]["config_groups"]["group_0"]["weights"][name] = value
+    options = [word for option in change.items() if "--" in option[0] for word in option]
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), *options]) == 1
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_codes_in_a_row_of_scale_0_are_zeros(tmp_path: Path) -> None:
@@ -146,12 +239,109 @@ def test_what_lies_about_codes_under_a_mask_is_refused(tmp_path: Path, capsys: p
         ({"weight_scale": torch.ones(7, 1)}, "scales have dtype"),
         ({"weight_zero_point": torch.ones(96, 1)}, "weight_zero_point is not zero"),
     ):
-        save_file(whole | {f"{name}.{key}": tensor for key, tensor in change.items()}, file, {"format": "pt"})
+        save_file(whole | {f"{name}.{key}": tensor for key, tensor in change.items()}, file, PT)
         assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
         error = capsys.readouterr().err
         assert message in error
         assert name in error
         assert not (tmp_path / "out").exists()
+    save_file({key: tensor for key, tensor in whole.items() if key != f"{name}.compressed"}, file, PT)
+    assert main(["inspect", str(tmp_path / "in")]) == 1
+    assert capsys.readouterr().err == f"macko inspect: {name}: there is no tensor {name}.compressed\n"
+
+
+# ---- Words and configs of compressed-tensors -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "two_four"),
+    [((9, 44), False), ((9, 44), True), ((44,), False), ((5, 3, 11), False), ((2, 3, 2, 9), False)],
+)
+def test_decode_random_weights(sizes: tuple[int, ...], two_four: bool) -> None:
+    w = torch.randn(sizes).relu().bfloat16()
+    if two_four:
+        w *= of_two_four(torch.rand(sizes))
+        w[:, :8] = 0  # groups whose values are stored zeros
+    parts = as_bitmask(w, two_four)
+    assert_same_bits(decode(parts["shape"], parts["bitmask"], parts["compressed"]), w)
+
+
+def test_decode_a_worked_example() -> None:
+    # Row 0 holds columns 0 and 9, row 1 column 2: bit c % 8 of byte c / 8.
+    bitmask = torch.tensor([[0b1, 0b10], [0b100, 0]], dtype=torch.uint8)
+    w = decode(torch.tensor([2, 10]), bitmask, torch.tensor([1.0, 2, 3], dtype=torch.float16))
+    assert w.tolist() == [[1, 0, 0, 0, 0, 0, 0, 0, 0, 2], [0, 0, 3, 0, 0, 0, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p.update(shape=torch.tensor([9])), "bitmask is"),
+        (lambda p: p.update(shape=torch.tensor([9.0, 44])), "1 to 5 whole numbers"),
+        (lambda p: p.update(shape=torch.empty(2**33, 0, dtype=torch.int64)), "1 to 5 whole numbers"),  # as a list 64 GB
+        (lambda p: p.update(shape=torch.tensor([9, 50])), "bitmask is"),
+        (lambda p: p.update(shape=torch.tensor([-9, 44])), "bitmask is"),
+        (lambda p: p.update(shape=torch.tensor([9, 41])), "bits past column 41"),
+        (lambda p: p.update(bitmask=p["bitmask"].view(torch.int8)), "bitmask is"),
+        (lambda p: p.update(compressed=p["compressed"][:-1]), "bits set, compressed has"),
+        (lambda p: p.update(compressed=p["compressed"].view(torch.int16)), "compressed is"),
+    ],
+)
+def test_decode_refuses_what_does_not_fit(change: Callable[[dict[str, Tensor]], None], message: str) -> None:
+    w = torch.ones(9, 44, dtype=torch.bfloat16)
+    parts = as_bitmask(w, two_four=False)
+    change(parts)
+    with pytest.raises(ValueError, match=message):
+        decode(parts["shape"], parts["bitmask"], parts["compressed"])
+
+
+def test_formats_of_compressed_tensors() -> None:
+    sparse = {"format": "sparse-bitmask"}
+    for config in (
+        {"quantization_config": {"quant_method": "compressed-tensors", "sparsity_config": sparse}},
+        {"compression_config": {"sparsity_config": sparse}},
+        {"sparsity_config": sparse},
+    ):
+        assert sparsity_format(config) == "sparse-bitmask"
+    assert sparsity_format({}) is None
+    assert sparsity_format({"quantization_config": None, "sparsity_config": {"format": "dense"}}) is None
+    with pytest.raises(ValueError, match="format 'marlin-24'"):
+        sparsity_format({"sparsity_config": {"format": "marlin-24"}})
+    both = {"quantization_config": {"sparsity_config": sparse, "config_groups": {"group_0": {}}}}
+    assert sparsity_format(both) == "sparse-bitmask"
+
+
+@pytest.mark.parametrize("lie", [3, True, "sparse-bitmask", [{}]])
+def test_a_config_of_compressed_tensors_that_lies(lie: Any) -> None:
+    for config in (
+        {"compression_config": lie},
+        {"sparsity_config": lie},
+        {"quantization_config": {"sparsity_config": lie}},
+        {"sparsity_config": {"format": "sparse-bitmask"}, "config_groups": lie},
+    ):
+        with pytest.raises(ValueError, match=r"config\.json: \w+ is .*, expected a JSON object"):
+            sparsity_format(config)
+    for groups in (lie, {"group_0": lie}, {"group_0": {"weights": lie}}):
+        with pytest.raises(ValueError, match=r"config\.json: \w+ is .*, expected a JSON object"):
+            is_quantised({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}})
+
+
+@pytest.mark.parametrize("lie", ["", [], 0, False, "macko"])
+def test_a_quantization_config_that_is_no_object_is_refused(
+    lie: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": lie}))
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "expected a JSON object" in capsys.readouterr().err
+
+
+def test_8_bits_of_which_there_are_none_are_not_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    save_file({"up.weight": torch.ones(2, 2)}, tmp_path / "in" / "model.safetensors")
+    (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": compressed_config("int")}))
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert "has no layer of 8 bits" in capsys.readouterr().err
 
 
 # ---- 4 bits ----------------------------------------------------------------------------------------------------------
@@ -178,16 +368,8 @@ def folder_of_4_bits(path: Path, symmetric: bool = True) -> dict[str, Tensor]:
         parts |= {} if symmetric else {"weight_zero_point": in_words(zeros.t()).t().contiguous()}
         tensors |= {f"{name}.{key}": tensor for key, tensor in parts.items()}
         found[name] = ((codes - of_each) * scales.float().repeat_interleave(32, 1)).bfloat16()
-    path.mkdir()
-    model.config.save_pretrained(path)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": symmetric}
-    about = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-    }  # fmt: skip
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    about = compressed_config("packed", num_bits=4, strategy="group", group_size=32, symmetric=symmetric)
+    write(path, model, tensors, about | {"format": "pack-quantized"})
     return found
 
 
@@ -212,7 +394,7 @@ def test_4_bits_that_lie_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
         ({"weight_zero_point": torch.zeros(11, 2, dtype=torch.int32)}, "weight_zero_point is torch.int32 [11, 2]"),
         ({"weight_g_idx": torch.zeros(64, dtype=torch.int32)}, "it has an order of columns"),
     ):
-        save_file(whole | {f"{name}.{key}": tensor for key, tensor in change.items()}, file, {"format": "pt"})
+        save_file(whole | {f"{name}.{key}": tensor for key, tensor in change.items()}, file, PT)
         with pytest.warns(UserWarning, match="4 bits"):
             assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
         assert f"{name}: {message}" in capsys.readouterr().err
@@ -376,15 +558,8 @@ def slid_folder(path: Path, codes: str | None) -> dict[str, Tensor]:
         if codes:
             scales = tensors[f"{name}_scale"] = torch.rand(rows, 1) + 0.5
             found[name] = (found[name] * scales).bfloat16()
-    path.mkdir()
-    model.config.save_pretrained(path)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    write(path, model, tensors, compressed_config(codes) if codes else None)
     (path / "slidesparse_config.json").write_text('{"Z": 2, "L": 8, "extra": {"skip_compress": true}}')
-    if codes:
-        config = json.loads((path / "config.json").read_text())
-        weights = {"num_bits": 8, "type": codes, "strategy": "channel", "symmetric": True}
-        about = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
-        (path / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
     return found
 
 
@@ -408,12 +583,6 @@ def test_a_folder_of_slidesparse_is_as_it_was(
         assert_same_bits(layer.weight.as_subclass(Tensor) + 0, weight + 0)
 
 
-def everything_in(folder: Path) -> None:
-    with Checkpoint(folder) as file:
-        for name in file:
-            file[name]
-
-
 def test_a_folder_of_slidesparse_that_lies_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     slid_folder(folder, None)
@@ -421,8 +590,8 @@ def test_a_folder_of_slidesparse_that_lies_is_named(tmp_path: Path) -> None:
     name, about = "model.layers.0.mlp.down_proj.weight", json.loads(config.read_text())
 
     def assert_refused(match: str) -> None:
-        with pytest.raises(ValueError, match=match):
-            everything_in(folder)
+        with pytest.raises(ValueError, match=match), Checkpoint(folder) as file:
+            assert [file[name] for name in file]
 
     with pytest.raises(ValueError, match="give the folder"):
         Checkpoint(folder / "model.safetensors")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import safetensors
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 import macko
@@ -18,7 +17,7 @@ from macko.choose.auto import gains_by_slabs
 from macko.weights import Dense12Weight
 from tests.common import assert_close_library, assert_same_bits, assert_same_model, devices, random_vector
 from tests.kernels.codecs import Dense12, bits_of
-from tests.tiny_llama import needs_transformers
+from tests.tiny_llama import needs_transformers, small_llama
 
 transformers: Any = importlib.import_module("transformers") if importlib.util.find_spec("transformers") else None
 DENSE12 = Dense12(torch.bfloat16, 0)
@@ -97,26 +96,15 @@ def test_to_macko_and_back() -> None:
     assert_same_bits(layer.weight.as_subclass(Tensor), w + 0)
 
 
-def test_saved_as_the_dense_model_and_loaded_into_either(tmp_path: Path) -> None:
+def test_a_state_is_the_dense_models_and_loaded_into_either() -> None:
     dense, model = compressed()
     state = model.state_dict()
     assert state.keys() == dense.state_dict().keys()
     for name, tensor in dense.state_dict().items():
         assert_same_bits(state[name], tensor)
-    macko.save_model(model, tmp_path / "model.safetensors")
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        assert "up_proj.low" in file.keys()  # noqa: SIM118
-        assert not file.get_tensor("up_proj.weight").numel()
-    with torch.device("meta"):
-        on_meta = Mlp()
-    for start in (Mlp(), on_meta):
-        loaded = macko.load_model(start, tmp_path / "model.safetensors")
-        assert not layers_of(loaded)
-        assert_same_bits(loaded.up_proj.weight, dense.up_proj.weight)
     other = compressed()[1]
     other.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in state.items()})
     assert not other.up_proj.weight.any()
-    assert_same_weights(macko.load_model(other, tmp_path / "model.safetensors"), dense)
     other.load_state_dict(state, assign=True)
     assert_same_weights(other, dense)
     with pytest.raises(RuntimeError, match=r"up_proj: size mismatch: the state has shape \[2, 256\], the layer \[512"):
@@ -300,12 +288,8 @@ def gains_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def llama(tied: bool = False) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=tied,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    sizes = {"vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    return small_llama(**sizes, num_key_value_heads=4, tie_word_embeddings=tied)
 
 
 @pytest.mark.usefixtures("gains_everywhere")
@@ -392,20 +376,6 @@ def test_a_copy_of_a_tied_layer_is_undone(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ZeroDivisionError):
         macko.compress_(model, copy_tied=True, progress=False, device="cpu")
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-@needs_transformers
-def test_made_as_a_model_is_read(tmp_path: Path) -> None:
-    dense = llama()
-    dense.save_pretrained(tmp_path)
-    config = macko.MackoConfig(format="dense12", ignore=[])
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
-    assert {layer.format for layer in layers_of(model).values()} == {"dense12"}
-    assert len(layers_of(model)) == 8
-    assert_same_model(model, dense)
-    model.dequantize()
-    assert not layers_of(model)
-    assert_same_bits(model.lm_head.weight, dense.lm_head.weight)
 
 
 @needs_transformers

@@ -14,26 +14,19 @@ from macko.choose.options import Options
 from macko.cli import parser
 from macko.integrations.config import Settings
 from macko.measure.engines import asked_of_macko
+from tests.tiny_llama import small_llama
 
 LAYERS = {"a": {"format": "macko", "rows": 64, "cols": 64, "delta_bits": 4}}
 
 
 @pytest.mark.parametrize("values", ["raw", "fp8", "int8", "exact"])
 def test_values_of_a_saved_folder_reach_an_engine(values: str, tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=100,
-            tie_word_embeddings=False,
-        )
-    )  # fmt: skip
+    model = small_llama(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_key_value_heads=4)
     macko.prune_(model, 0.5)
     model.save_pretrained(tmp_path / "dense")
     config = macko.MackoConfig(values=values)
-    LlamaForCausalLM.from_pretrained(
-        tmp_path / "dense", dtype=torch.bfloat16, quantization_config=config
-    ).save_pretrained(tmp_path / "packed")
+    loaded = type(model).from_pretrained(tmp_path / "dense", dtype=torch.bfloat16, quantization_config=config)
+    loaded.save_pretrained(tmp_path / "packed")
     about = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
     settings = Settings(**Settings.arguments({**about, "of_a_later_macko": 1}))
     assert settings.options == Options(values=values)

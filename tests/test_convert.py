@@ -76,15 +76,6 @@ def test_replaces_and_reports() -> None:
     assert report.bytes_after < report.bytes_before == sum(w.nbytes for w in before.values())
 
 
-def test_same_outputs() -> None:
-    layer = linear()
-    model = nn.Sequential(layer)
-    x = random_vector(3, 64, dtype=torch.bfloat16)
-    wanted = layer.weight.detach().clone()
-    sparsify_(model)
-    assert_close_spmv(model(x).detach(), wanted, x, layer.bias.detach())
-
-
 @pytest.mark.parametrize("device", devices())
 def test_smallest_takes_the_fewest_bytes(device: str) -> None:
     weights = [random_weight(512, 1024, density, torch.bfloat16).to(device) for density in (0.6, 0.3, 0.2, 0.1)]
@@ -130,7 +121,7 @@ def test_a_model_that_stays_dense_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="changed none of 3 layers, 2 of them because: ignored by"):
         sparsify_(model, ignore=["0"])
     with pytest.warns(UserWarning, match="the model has no linear layer"):
-        sparsify_(nn.ReLU())
+        assert "0 of 0 layers changed" in str(sparsify_(nn.ReLU()))
     with torch.no_grad():
         model[0].weight[:, :40] = 0
     with warnings.catch_warnings():
@@ -422,13 +413,6 @@ def test_failure_on_the_way_to_the_device(monkeypatch: pytest.MonkeyPatch) -> No
         assert_same_bits(tensor, state[name])
 
 
-@pytest.mark.parametrize("device", devices())
-def test_model_that_is_there_already(device: str) -> None:
-    model = Model().to(device)
-    assert len(sparsify_(model, device=device).changed) == 4
-    assert model(random_vector(2, 64, dtype=torch.bfloat16).to(device)).device.type == device
-
-
 # The report.
 
 
@@ -449,12 +433,6 @@ def test_report_as_table_and_json() -> None:
     assert data["layers"][0]["shape"] == [32, 64]
     assert data["bytes_after"] == report.bytes_after
     assert (data["changed"], len(report)) == (1, 1)
-
-
-def test_model_without_linear_layers() -> None:
-    report = sparsify_(nn.ReLU())
-    assert len(report) == report.bytes_before == 0
-    assert "0 of 0 layers changed" in str(report)
 
 
 def test_progress_is_quiet_when_it_is_quick(capfd: pytest.CaptureFixture[str]) -> None:

@@ -49,15 +49,6 @@ def test_bytes_equal_the_cpus(shape: tuple[int, int], delta_bits: int) -> None:
         assert_same_as_cpu(random_weight(*shape, density, dtype), delta_bits)
 
 
-def test_rows_at_odd_addresses_and_strides() -> None:
-    w = random_weight(41, 509, 0.5, torch.float16).cuda()
-    shifted = torch.zeros(41 * 509 + 1, dtype=w.dtype, device="cuda")[1:].view(41, 509)
-    shifted.copy_(w)
-    for same in (shifted, w.t().contiguous().t(), torch.cat([w, w], 1)[:, :509]):
-        for got, wanted in zip(ops.pack(same), ops.pack(w), strict=True):
-            assert_same_bits(got, wanted)
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("delta_bits", BITS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

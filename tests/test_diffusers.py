@@ -48,15 +48,6 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_packed_model_says_the_same(kind: str) -> None:
-    dense, model = packed(kind)
-    assert_same_bits(run(model, kind), run(dense, kind))
-    float32 = {name for name, parameter in dense.named_parameters() if parameter.dtype == torch.float32}
-    assert bool(float32) == (kind == "wan")
-    assert not any(f"{name}.weight" in float32 for name in packed_layers(model))
-
-
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
 
 
@@ -256,15 +247,6 @@ def test_files_that_do_not_fit_are_refused_by_the_layers_name(tmp_path: Path) ->
     assert_refused("packed layer other, the model has no such module", layers={"other": sizes})
     assert_refused(f"{name}: the checkpoint has shape", layers={name: sizes | {"rows": sizes["rows"] + 1}})
     assert_refused("dtype is 'float32'", layers={name: sizes | {"dtype": "float32"}})
-
-
-def test_float32_that_a_model_keeps_is_lost_without_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from macko.integrations.diffusers import MackoDiffusersQuantizer
-
-    make("wan").save_pretrained(tmp_path)
-    monkeypatch.setattr(MackoDiffusersQuantizer, "use_keep_in_fp32_modules", False)
-    model = type(make("wan")).from_pretrained(tmp_path, torch_dtype=torch.bfloat16, quantization_config=config())
-    assert not any(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 def test_no_dense_weight_is_unpacked_while_others_are_read(tmp_path: Path, unpacked: list[int]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import macko
 from macko import cli
-from tests.tiny_llama import TEXT, TinyLlama, needs_transformers
+from tests.tiny_llama import TEXT, TinyLlama, needs_transformers, save_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,14 +40,8 @@ def runs() -> list:
 
 def save_checkpoint(model: Any, folder: str) -> None:
     """A model of letters with its tokenizer."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(set(TEXT))
-    tokenizer = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(letters)}, letters[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     model.save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=letters[0]).save_pretrained(folder)
+    save_tokenizer(folder)
 
 
 def given(pruned: Any, batches: list[torch.Tensor]) -> dict[str, Any]:

@@ -270,14 +270,6 @@ def test_another_dtype_keeps_codes_and_scales(format: type[ByteWeight], kind: in
     assert_same_bits(wide.to_dense(), made.codes().float() * made.scales[:, None])
 
 
-@each_format
-@each_kind
-def test_parts_have_the_codes_of_the_whole(format: type[ByteWeight], kind: int) -> None:
-    made = made_of(format, 130, 300, kind=kind, dtype=torch.float16)
-    assert_same_bits(made.cut(0, 3, 77).to_dense(), made.to_dense()[3:77])
-    assert_same_bits(made.cut(1, 8, 100).to_dense(), made.to_dense()[:, 8:100])
-
-
 def tower(dtype: torch.dtype = torch.bfloat16, zeros: bool = True) -> Any:
     model: Any = nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 512, bias=False)).to(dtype)
     with torch.no_grad():
@@ -383,9 +375,6 @@ def test_files_are_checked() -> None:
     assert saved_as(about)[1]["kind"] == 0
     with pytest.raises(ValueError, match="values is 'fp4', expected one of fp8, int8"):
         saved_as({**about, "values": "fp4"})
-    for name in ("dense8", "sparse8"):
-        with pytest.raises(ValueError, match=f"{name} is an execution layout, never saved: files hold macko8"):
-            saved_as({"format": name, "rows": 1, "cols": 1})
 
 
 @pytest.mark.parametrize("values", codes.KINDS)
@@ -449,18 +438,11 @@ def test_a_layer_keeps_its_codes() -> None:
     layer.half().bfloat16()
     assert_same_bits(layer.packed.codes(), before)
     assert "format=sparse8" in repr(layer)
+    assert layer.reformat_("dense8").packed.label == "dense8 int8"
+    assert_same_bits(layer.packed.codes(), before)
     dense = layer.to_linear()
     layer.reformat_("macko")
     assert_same_bits(layer.packed.to_dense(), dense.weight.detach())
-
-
-def test_another_layout_of_8_bits_holds_the_same_codes() -> None:
-    layer = macko.SparseLinear.from_packed(made_of(Sparse8Weight, 70, 300, kind=1, dtype=torch.bfloat16))
-    packed: Any = layer.packed
-    layer.reformat_("dense8")
-    held: Any = layer.packed
-    assert held.label == "dense8 int8"
-    assert_same_bits(held.codes(), packed.codes())
 
 
 def test_what_is_interrupted_has_its_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,18 +12,18 @@ from verify import exact
 
 
 def test_random_matrices(tmp_path: Path) -> None:
-    assert exact.main(["--cases", "40", "--out", str(tmp_path / "exact.jsonl")]) == 0
+    assert exact.main(["--cases", "120", "--out", str(tmp_path / "exact.jsonl")]) == 0
     line = json.loads((tmp_path / "exact.jsonl").read_text())
     assert line["dense12, refused"]
     assert line["sparse11, refused"]
-    assert line["dense12, held"] + line["dense12, refused"] == line["tile, held"] == line["planes12, held"] == 40
+    assert line["dense12, held"] + line["dense12, refused"] == line["tile, held"] == line["planes12, held"] == 120
     assert line["sparse11, listed"]
 
 
 @pytest.mark.gpu
 @pytest.mark.sm80
 def test_random_matrices_on_this_gpu() -> None:
-    assert exact.main(["--cases", "40", "--device", "cuda"]) == 0
+    assert exact.main(["--cases", "120", "--device", "cuda"]) == 0
 
 
 def test_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,9 @@ from macko import ops
 from macko.choose.options import Options
 from macko.nn.experts import Stack
 from macko.weights import FORMATS, PackedWeight
+from tests.common import HALVES, Plan, devices
+
+pytestmark = pytest.mark.sm80
 
 CODECS = [name for name, kind in FORMATS.items() if kind.stacks]
 ROW_BLOCK = 64
@@ -34,9 +37,12 @@ def expected(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return y
 
 
+def ends_of(counts: list[int]) -> Tensor:
+    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
 def product(x: Tensor, packed: PackedWeight, rows: int, counts: list[int]) -> Tensor:
-    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return ops.linear_experts(x, *packed.packed, rows, ends)
+    return ops.linear_experts(x, *packed.packed, rows, ends_of(counts).to(x.device))
 
 
 #: By hazard: experts' tokens, those behind the last end, rows and columns of an expert.
@@ -53,31 +59,51 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("hazard", ROUTINGS)
+#: Of GPUs alone: more experts than a block has threads, more work than blocks, and
+#: means from which the kernel for many tokens takes over, whose tiles are of 64 to 256.
+LARGE = {
+    "more_experts_than_threads": ([1, 0, 2] * 200, 3, 64, 64),
+    "more_work_than_blocks": ([3] * 16, 0, 320, 4096),
+    "experts_of_many_tokens": ([300, 0, 200, 400], 10, 128, 256),
+    "a_tile_of_each_width": ([64, 65, 128, 129, 192, 193, 256, 257], 0, 192, 512),
+    "thousands_for_one_expert": ([0, 4000, 0, 1], 0, 320, 768),
+    "more_experts_than_a_warp_has_lanes": ([0] * 40 + [33] + [0] * 40 + [511], 3, 448, 1024),
+}
+
+#: Where, with which keys of MACKO_PLAN, which of them. On a GPU by the kernel for few tokens and by that for many.
+ROUTED = [
+    *(("cpu", "", hazard) for hazard in ROUTINGS),
+    *(
+        pytest.param("cuda", f"tile_tokens={tokens}", hazard, marks=pytest.mark.gpu)
+        for tokens in (10**6, 0)
+        for hazard in (*ROUTINGS, *LARGE)
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "keys", "hazard"), ROUTED)
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("format", CODECS)
-def test_experts_products_are_exact(format: str, hazard: str) -> None:
-    counts, behind, rows, cols = ROUTINGS[hazard]
-    w, x = small(len(counts), rows, cols), small(sum(counts) + behind, cols, zeros=0.9)
+def test_experts_products_are_exact(
+    format: str, dtype: torch.dtype, device: str, keys: str, hazard: str, plan: Plan
+) -> None:
+    plan(keys)
+    counts, behind, rows, cols = (ROUTINGS | LARGE)[hazard]
+    torch.manual_seed(len(counts))
+    w = small(len(counts), rows, cols).to(device, dtype)
+    x = small(sum(counts) + behind, cols, zeros=0.9).to(device, dtype)
     packed = stacked(w, format)
     held = packed.to_dense().view(len(counts), -1, cols)[:, :rows]  # 8 bits: what the codes stand for
-    ends = torch.tensor(counts).cumsum(0)
-    y = product(x, packed, rows, counts)
+    y = product(x, packed, rows, counts).double().cpu()
+    wanted = expected(x.cpu(), held.cpu(), ends_of(counts))
     if packed.lossless:
-        assert torch.equal(y.double(), expected(x, w, ends))
+        assert torch.equal(held, w)
+        assert torch.equal(y, wanted)
     else:
-        wanted, bound = expected(x, held, ends), expected(x.abs(), held.abs(), ends)
-        assert ((y.double() - wanted).abs() <= bound * (cols * 2.0**-24 + 2.0**-8)).all()
+        bound = expected(x.abs().cpu(), held.abs().cpu(), ends_of(counts))
+        assert ((y - wanted).abs() <= bound * (cols * 2.0**-24 + 2.0**-8)).all()
     assert y.shape == (len(x), rows)
     assert not y[sum(counts) :].any()
-
-
-def test_random_experts_within_the_bound() -> None:
-    torch.manual_seed(0)
-    w, x, counts = torch.randn(5, 96, 300).bfloat16() * 0.05, torch.randn(40, 300).bfloat16(), [7, 0, 20, 1, 12]
-    ends = torch.tensor(counts).cumsum(0)
-    y = product(x, stacked(w, "dense12"), 96, counts)
-    bound = expected(x.abs(), w.abs(), ends) * 300 * 2.0**-24 + expected(x, w, ends).abs() * 2.0**-8
-    assert ((y.double() - expected(x, w, ends)).abs() <= bound).all()
 
 
 #: By hazard: tokens, experts a token, experts; ids below 0 and from `experts` on are another process'.
@@ -117,20 +143,23 @@ def expected_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("hazard", PAIRS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-def test_pairs_are_sorted_by_expert(dtype: torch.dtype, hazard: str) -> None:
+@pytest.mark.parametrize("device", devices())
+def test_pairs_are_sorted_by_expert(device: str, dtype: torch.dtype, hazard: str) -> None:
     ids, experts = routed(hazard, dtype)
-    for got, wanted in zip(ops.expert_order(ids, experts), expected_order(ids, experts), strict=True):
-        assert torch.equal(got, wanted)
+    for got, wanted in zip(ops.expert_order(ids.to(device), experts), expected_order(ids, experts), strict=True):
+        assert torch.equal(got.cpu(), wanted)
 
 
 @pytest.mark.parametrize("hazard", PAIRS)
 @pytest.mark.parametrize("kinds", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")], ids=str)
-def test_a_tokens_experts_add_up_with_torchs_roundings(kinds: tuple[str, str], hazard: str) -> None:
+@pytest.mark.parametrize("device", devices())
+def test_a_tokens_experts_add_up_with_torchs_roundings(device: str, kinds: tuple[str, str], hazard: str) -> None:
     ids, experts = routed(hazard)
-    _, places, _ = ops.expert_order(ids, experts)
-    x = torch.randn(ids.numel(), 24).to(getattr(torch, kinds[0]))
-    weights = torch.rand(ids.shape).to(getattr(torch, kinds[1]))
-    assert torch.equal(ops.expert_sum(x, places, weights), expected_sum(x, places, weights))
+    _, places, _ = ops.expert_order(ids.to(device), experts)
+    for cols in (24, 1537, 2048):
+        x = torch.randn(ids.numel(), cols).to(device, getattr(torch, kinds[0]))
+        weights = torch.rand(ids.shape).to(device, getattr(torch, kinds[1]))
+        assert torch.equal(ops.expert_sum(x, places, weights), expected_sum(x, places, weights))
 
 
 def test_gradients_of_a_tokens_sum() -> None:
@@ -143,17 +172,21 @@ def test_gradients_of_a_tokens_sum() -> None:
     assert all((a - b).abs().max() <= 1e-5 for a, b in zip(*wanted, strict=True))
 
 
-def test_an_order_takes_rows_of_x_where_they_are() -> None:
-    ids, experts = routed("more_pairs_than_a_block_has_threads")
-    order, _, ends = ops.expert_order(ids, experts)
-    w, x = small(experts, 64, 64), small(len(ids), 64, zeros=0.9).requires_grad_()
-    tensors, header = stacked(w, "dense12").packed
-    top_k = ids.shape[1]
-    y = ops.linear_experts(x, tensors, header, 64, ends, order, top_k)
-    sorted_y = ops.linear_experts(x[order // top_k], tensors, header, 64, ends)
+@pytest.mark.parametrize("tokens", [3, 40, 600])  # on a GPU a tile of 16 tokens, of more, and the kernel for many
+@pytest.mark.parametrize("format", ["dense12", "sparse11"])
+@pytest.mark.parametrize("device", devices())
+def test_an_order_takes_rows_of_x_where_they_are(device: str, format: str, tokens: int) -> None:
+    torch.manual_seed(tokens)
+    tensors, header = stacked(small(4, 128, 320).to(device), format).packed
+    x, ids = small(tokens, 320, zeros=0.9).to(device), torch.randint(0, 5, (tokens, 3)).to(device)
+    order, _, ends = ops.expert_order(ids, 4)
+    x.requires_grad_(device == "cpu")
+    y = ops.linear_experts(x, tensors, header, 128, ends, order, 3)
+    sorted_y = ops.linear_experts(x[order // 3], tensors, header, 128, ends)
     assert torch.equal(y, sorted_y)
-    grad = small(len(order), 64, zeros=0.98)
-    assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (y, sorted_y)))
+    if x.requires_grad:
+        grad = small(len(order), 128, zeros=0.98)
+        assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (y, sorted_y)))
 
 
 def test_gated_rows_are_torchs_and_their_gradients() -> None:
@@ -168,41 +201,32 @@ def test_gated_rows_are_torchs_and_their_gradients() -> None:
     assert (grads[0] - grads[1]).abs().max() <= 2.0**-7 * grads[1].abs().max()  # torch rounds silu's gradient between
 
 
-def test_what_the_ops_around_products_refuse_they_name() -> None:
+def test_what_the_ops_refuse_they_name() -> None:
     order = torch.tensor([5], dtype=torch.int32)
     tensors, header = stacked(small(1, 64, 64), "dense12").packed
-    with pytest.raises(RuntimeError, match=r"order\[0\] is 5, expected 0 to 3: x has 2 rows, top_k is 2"):
-        ops.linear_experts(small(2, 64), tensors, header, 64, torch.ones(1, dtype=torch.int32), order, 2)
-    with pytest.raises(RuntimeError, match="top_k is 0, expected 1 and more"):
-        ops.linear_experts(small(2, 64), tensors, header, 64, torch.ones(1, dtype=torch.int32), order, 0)
-    with pytest.raises(RuntimeError, match="macko::expert_order: ids has dtype float32, expected int64 or int32"):
-        ops.expert_order(torch.zeros(2, 2), 4)
-    with pytest.raises(RuntimeError, match=r"macko::expert_sum: weights has shape \[1, 1\], places has \[1, 2\]"):
-        ops.expert_sum(small(2, 8), torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 1))
-    with pytest.raises(RuntimeError, match="weights has dtype float16, expected float32 or x's, bfloat16"):
-        ops.expert_sum(small(2, 8), torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2).half())
-
-
-@pytest.mark.parametrize("counts", [[3, -1], [2, 9]])
-def test_ends_that_fall_or_pass_the_tokens_are_refused(counts: list[int]) -> None:
-    w = small(2, 64, 64)
-    with pytest.raises(RuntimeError, match=r"macko::linear_experts: ends\[1\] is"):
-        product(small(5, 64), stacked(w, "dense12"), 64, counts)
-
-
-def test_what_the_op_refuses_it_names() -> None:
+    one, places = torch.ones(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
     w, x, ends = small(2, 64, 64), small(3, 64), torch.tensor([1, 3], dtype=torch.int32)
-    tensors, header = stacked(w, "dense12").packed
-    with pytest.raises(RuntimeError, match="the stack has 128 rows, expected 256: 2 experts, as many as ends, of 65"):
-        ops.linear_experts(x, tensors, header, 65, ends)
-    with pytest.raises(RuntimeError, match="ends has dtype int64, expected int32"):
-        ops.linear_experts(x, tensors, header, 64, ends.long())
-    with pytest.raises(RuntimeError, match=r"x has shape \[1, 3, 64\], expected 2 dimension"):
-        ops.linear_experts(x[None], tensors, header, 64, ends)
-    with pytest.raises(RuntimeError, match="x has dtype float16"):
-        ops.linear_experts(x.half(), tensors, header, 64, ends)
-    with pytest.raises(RuntimeError, match="the macko layout has no such kernel here"):
-        ops.linear_experts(x, *FORMATS["macko"].from_dense(w.view(128, 64)).packed, 64, ends)
+    two, canonical = stacked(w, "dense12").packed, FORMATS["macko"].from_dense(w.view(128, 64)).packed
+    more = "the stack has 128 rows, expected 256: 2 experts, as many as ends, of 65"
+    for message, op, *arguments in (
+        (r"order\[0\] is 5, expected 0 to 3: x has 2 rows, top_k is 2",
+         ops.linear_experts, small(2, 64), tensors, header, 64, one, order, 2),
+        ("top_k is 0, expected 1", ops.linear_experts, small(2, 64), tensors, header, 64, one, order, 0),
+        ("macko::expert_order: ids has dtype float32, expected int64 or int32", ops.expert_order, torch.zeros(2, 2), 4),
+        (r"macko::expert_sum: weights has shape \[1, 1\], places has \[1, 2\]",
+         ops.expert_sum, small(2, 8), places, torch.ones(1, 1)),
+        ("weights has dtype float16, expected float32 or x's, bfloat16",
+         ops.expert_sum, small(2, 8), places, torch.ones(1, 2).half()),
+        (more, ops.linear_experts, x, *two, 65, ends),
+        ("ends has dtype int64, expected int32", ops.linear_experts, x, *two, 64, ends.long()),
+        (r"x has shape \[1, 3, 64\], expected 2 dimension", ops.linear_experts, x[None], *two, 64, ends),
+        ("x has dtype float16", ops.linear_experts, x.half(), *two, 64, ends),
+        ("the macko layout has no such kernel here", ops.linear_experts, x, *canonical, 64, ends),
+        (r"macko::linear_experts: ends\[1\] is", ops.linear_experts, x, *two, 64, ends_of([3, -1])),
+        (r"macko::linear_experts: ends\[1\] is", ops.linear_experts, x, *two, 64, ends_of([2, 9])),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=message):
+            op(*arguments)
 
 
 def test_gradient_in_x_is_that_of_the_dense_products() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import macko
 from macko import weights
 from macko.files import VERSION, Checkpoint
-from tests.common import CPU_DTYPES, assert_same_bits, assert_same_model, device_dtypes, random_weight
+from tests.common import assert_same_bits, assert_same_model, device_dtypes, random_weight
 
 
 class Model(nn.Module):
@@ -264,9 +264,6 @@ def put(name: str, index: int, value: int) -> Callable[[dict[str, Tensor], dict[
 
 DAMAGE: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Any]] = {
     "row_ptr falls": put("up.row_ptr", 5, 0),
-    "row_ptr is negative": put("up.row_ptr", 5, -1),
-    "row_ptr overruns": put("up.row_ptr", -1, 2**31 - 1),
-    "row_ptr does not begin at 0": put("up.row_ptr", 0, 1),
     "a column past the end": put("up.deltas", 0, 0xFF),
     "values cut": lambda tensors, about: tensors.update({"up.values": tensors["up.values"][:-8]}),
     "deltas cut": lambda tensors, about: tensors.update({"up.deltas": tensors["up.deltas"][:4]}),
@@ -282,12 +279,8 @@ DAMAGE: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Any]] = {
     "no values": lambda tensors, about: tensors.pop("up.values"),
     "more columns": lambda tensors, about: about["layers"]["up"].update(cols=41),
     "fewer columns": lambda tensors, about: about["layers"]["up"].update(cols=39),
-    "more rows": lambda tensors, about: about["layers"]["up"].update(rows=73),
-    "negative columns": lambda tensors, about: about["layers"]["up"].update(cols=-40),
     "huge columns": lambda tensors, about: about["layers"]["up"].update(cols=2**62),
     "columns are text": lambda tensors, about: about["layers"]["up"].update(cols="40"),
-    "columns are a list": lambda tensors, about: about["layers"]["up"].update(cols=[40]),
-    "a bool for a number": lambda tensors, about: about["layers"]["up"].update(rows=True),
     "other delta bits": lambda tensors, about: about["layers"]["up"].update(delta_bits=8),
     "impossible delta bits": lambda tensors, about: about["layers"]["up"].update(delta_bits=3),
     "no columns": lambda tensors, about: about["layers"]["up"].pop("cols"),
@@ -299,19 +292,15 @@ DAMAGE: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", DAMAGE.values(), ids=DAMAGE.keys())
-@pytest.mark.parametrize("start", [Model, on_meta])
-def test_a_damaged_layer_is_refused_by_name(tmp_path: Path, start: Callable[[], nn.Module], change: Any) -> None:
-    path = damaged(tmp_path / "model.safetensors", change)
-    with pytest.raises(ValueError, match=r"\bup\b"):
-        macko.load_model(start(), path)
-
-
-@pytest.mark.parametrize("name", [name for name in DAMAGE if name != "more columns"])
-def test_a_damaged_layer_is_refused_without_a_model(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_layer_is_refused_by_name(tmp_path: Path, name: str) -> None:
     path = damaged(tmp_path / "model.safetensors", DAMAGE[name])
-    with pytest.raises(ValueError, match=r"\bup\b"), Checkpoint(path) as file:
-        file.packed("up")
+    for start in (Model, on_meta):
+        with pytest.raises(ValueError, match=r"\bup\b"):
+            macko.load_model(start(), path)
+    if name != "more columns":  # and without a model
+        with pytest.raises(ValueError, match=r"\bup\b"), Checkpoint(path) as file:
+            file.packed("up")
 
 
 @pytest.mark.parametrize(
@@ -407,16 +396,6 @@ def test_an_index_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "folder")
 
 
-def test_a_dense_file_for_a_sparse_model_is_refused_with_the_reason(tmp_path: Path) -> None:
-    dense = Model()
-    del dense.again, dense.head  # shared
-    save_file(dense.state_dict(), tmp_path / "model.safetensors")
-    model = sparse_model()
-    del model.again, model.head
-    with pytest.raises(ValueError, match="up: the state has a dense weight, and this layer is sparse: load it before"):
-        macko.load_model(model, tmp_path / "model.safetensors")
-
-
 # ---- torch.distributed.checkpoint ------------------------------------------------------------------------------------
 
 
@@ -467,11 +446,3 @@ def test_a_full_state_of_torch_distributed(format: str) -> None:
     full = StateDictOptions(full_state_dict=True)
     set_model_state_dict(fresh, get_model_state_dict(model, options=full), options=full)
     assert_same_model(fresh, model)
-
-
-@pytest.mark.parametrize("dtype", CPU_DTYPES)
-def test_deepcopy_of_what_was_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
-    path = tmp_path / "model.safetensors"
-    macko.save_model(sparse_model(dtype), path)
-    loaded = macko.load_model(on_meta(), path)
-    assert_same_model(copy.deepcopy(loaded), loaded)

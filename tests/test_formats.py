@@ -489,13 +489,6 @@ def test_tensors_of_no_dimension_or_no_elements_are_named_by_every_op(name: str,
     assert asked > 2 or name == "sell"
 
 
-def test_an_ec_matrix_with_nothing_in_it_has_empty_tensors() -> None:
-    packed = EcWeight.from_dense(torch.zeros(70, 136))
-    packed.validate()
-    assert not packed.to_dense().any()
-    assert not packed.linear(torch.ones(3, 136)).any()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("device", devices())
 def test_shapes_that_compile_expects_are_those_of_what_is_packed(device: str) -> None:

@@ -19,7 +19,7 @@ from macko.fuse import Fuse
 from macko.weights import Dense12Weight, EcWeight, MackoWeight, PackedWeight, SellWeight, Sparse11Weight, TileWeight
 from tests.common import HALVES, Plan, assert_same_bits, integer_problem, needs_capture, random_vector, random_weight
 from tests.layouts import LAYOUTS
-from tests.tiny_llama import needs_transformers
+from tests.tiny_llama import needs_transformers, small_llama
 
 EPS = 1e-5
 
@@ -199,27 +199,6 @@ def test_on_a_cpu_norms_and_gates_stay() -> None:
         implement(library, linear)
         implement(library, linear_parts)
         assert {*compiled(block, x)[1]} == {"linear", "linear_parts", "add"}
-
-
-@pytest.mark.usefixtures("on_the_cpu")
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_block_of_one_token(dtype: torch.dtype) -> None:
-    """Two layers with residuals: norms and sums are in the products, whose numbers are those of the modules."""
-    first, second = Norm(64, dtype), Norm(64, dtype)
-    weights = [random_weight(64, 64, 0.5, dtype, seed=i) for i in range(3)]
-
-    def block(x: Tensor) -> Tensor:
-        h = x + product(first(x), weights[0])
-        normed = second(h)
-        return product(normed, weights[1]) + h + product(normed, weights[2])
-
-    x = random_vector(1, 1, 64, dtype=dtype)
-    y, names = compiled(block, x)
-    assert names == ["norm_linear"] * 3
-    h = x.double() + first(x).double() @ weights[0].double().T
-    h = h.to(dtype)
-    wanted = h.double() + second(h).double() @ (weights[1] + weights[2].double()).T
-    assert_near(y, wanted, dtype)
 
 
 @pytest.mark.slow
@@ -456,18 +435,16 @@ def test_rms_norm_errors_opcheck_and_views() -> None:
     assert_same_bits(op(x.expand(2, 3, 256), weight, EPS)[0][1], op(x, weight, EPS)[0])
     shifted = torch.cat([weight[:3], x.flatten()])[3:].view(3, 256)
     assert_same_bits(op(shifted, weight, EPS, x)[0], op(x, weight, EPS, shifted)[0])
-    with pytest.raises(RuntimeError, match="weight has 255 elements, the matrix has 256 columns"):
-        op(x, weight[1:], EPS)
-    with pytest.raises(RuntimeError, match=r"other has shape \[2, 256\], x has \[3, 256\]"):
-        op(x, weight, EPS, x[:2])
-    with pytest.raises(RuntimeError, match="other has dtype bfloat16, expected float16"):
-        op(x, weight, EPS, x.bfloat16())
-    with pytest.raises(RuntimeError, match="other is on cpu, x is on cuda:0"):
-        op(x, weight, EPS, x.cpu())
-    with pytest.raises(RuntimeError, match="cols is 255, expected a multiple of 8"):
-        op(x[:, 1:], weight[1:], EPS)
-    with pytest.raises(RuntimeError, match="x has dtype float32, expected float16 or bfloat16"):
-        op(x.float(), weight.float(), EPS)
+    for message, arguments in (
+        ("weight has 255 elements, the matrix has 256 columns", (x, weight[1:], EPS)),
+        (r"other has shape \[2, 256\], x has \[3, 256\]", (x, weight, EPS, x[:2])),
+        ("other has dtype bfloat16, expected float16", (x, weight, EPS, x.bfloat16())),
+        ("other is on cpu, x is on cuda:0", (x, weight, EPS, x.cpu())),
+        ("cols is 255, expected a multiple of 8", (x[:, 1:], weight[1:], EPS)),
+        ("x has dtype float32, expected float16 or bfloat16", (x.float(), weight.float(), EPS)),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            op(*arguments)
 
 
 @pytest.mark.gpu
@@ -490,15 +467,15 @@ def test_norm_linear_errors_opcheck_and_graph() -> None:
     packed, weight = SellWeight.from_dense(w.cuda()), torch.ones(256, device="cuda").half()
     x = random_vector(1, 256, dtype=torch.float16).cuda()
     torch.library.opcheck(torch.ops.macko.norm_linear, (x, weight, EPS, *packed.packed))
-    with pytest.raises(RuntimeError, match=r"x has shape \[2, 255\], expected \[\.\.\., 256\]"):
-        packed.norm_linear(x.expand(2, 256)[:, 1:], weight, EPS)
-    with pytest.raises(RuntimeError, match="weight has 255 elements, the matrix has 256 columns"):
-        packed.norm_linear(x, weight[:255], EPS)
-    with pytest.raises(RuntimeError, match="weight has dtype float32, expected float16"):
-        packed.norm_linear(x, weight.float(), EPS)
     narrow = SellWeight.from_dense(w[:, :255].contiguous().cuda())
-    with pytest.raises(RuntimeError, match="cols is 255, expected a multiple of 8"):
-        narrow.norm_linear(x[:, :255], weight[:255], EPS)
+    for message, matrix, given_x, given_weight in (
+        (r"x has shape \[2, 255\], expected \[\.\.\., 256\]", packed, x.expand(2, 256)[:, 1:], weight),
+        ("weight has 255 elements, the matrix has 256 columns", packed, x, weight[:255]),
+        ("weight has dtype float32, expected float16", packed, x, weight.float()),
+        ("cols is 255, expected a multiple of 8", narrow, x[:, :255], weight[:255]),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            matrix.norm_linear(given_x, given_weight, EPS)
     with pytest.raises(NotImplementedError, match="no gradients"):
         packed.norm_linear(x.clone().requires_grad_(), weight, EPS)
 
@@ -529,12 +506,13 @@ def test_gated_linear_errors_and_opcheck() -> None:
     w, gate = random_weight(64, 256, 0.5, torch.float16), random_vector(1, 256, dtype=torch.float16).cuda()
     packed = SellWeight.from_dense(w.cuda())
     torch.library.opcheck(torch.ops.macko.gated_linear, (gate, gate, *packed.packed))
-    with pytest.raises(RuntimeError, match=r"up has shape \[2, 256\], gate has \[1, 256\]"):
-        packed.gated_linear(gate, gate.expand(2, 256))
-    with pytest.raises(RuntimeError, match=r"gate has shape \[1, 255\], expected \[\.\.\., 256\]"):
-        packed.gated_linear(gate[:, :255], gate)
-    with pytest.raises(RuntimeError, match="up is on cpu, packed is on cuda:0"):
-        packed.gated_linear(gate, gate.cpu())
+    for message, given, up in (
+        (r"up has shape \[2, 256\], gate has \[1, 256\]", gate, gate.expand(2, 256)),
+        (r"gate has shape \[1, 255\], expected \[\.\.\., 256\]", gate[:, :255], gate),
+        ("up is on cpu, packed is on cuda:0", gate, gate.cpu()),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            packed.gated_linear(given, up)
     with pytest.raises(NotImplementedError, match="no gradients"):
         packed.gated_linear(gate.clone().requires_grad_(), gate)
     shifted = torch.cat([gate[0, :3], gate[0]])[3:]
@@ -574,16 +552,12 @@ def test_a_chain_many_times() -> None:
 def test_generate_compiled(format: str, batch: int, compile: str, merge: bool) -> None:
     """A Llama whose step of a token is compiled with the pass, by default and as an option: with its kernels, and the
     tokens of eager mode."""
-    from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import CompileConfig
 
     from macko.measure.bench import COMPILED, FOR_SPARSE
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=1024, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=8, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).half().cuda().eval()
+    sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8}
+    model = small_llama(torch.float16, **sizes, num_key_value_heads=8, bos_token_id=None, eos_token_id=None).cuda()
     macko.prune_(model, 0.5)
     assert len(macko.sparsify_(model, format=format, merge=merge).changed) == 14
     prompt = torch.arange(8, device="cuda").expand(batch, 8)

@@ -20,6 +20,7 @@ from macko.nn.offload import OffloadableLinear, check_offloadable
 from macko.weights import FORMATS
 from tests.common import assert_same_bits, random_weight
 from tests.tiny_diffusion import needs_diffusers
+from tests.tiny_llama import small_llama
 
 accelerate: Any = importlib.import_module("accelerate") if importlib.util.find_spec("accelerate") else None
 needs_accelerate = pytest.mark.skipif(accelerate is None, reason="accelerate is not installed")
@@ -50,8 +51,9 @@ class Model(nn.Module):
         return x
 
 
-def models(format: str = "dense12") -> tuple[Model, Model]:
-    """A dense model, and the same packed."""
+@torch.no_grad()
+def models(format: str = "dense12") -> tuple[Model, Model, Tensor]:
+    """A dense model, the same packed, and what that says of X."""
     torch.manual_seed(0)
     dense = Model().bfloat16().requires_grad_(False)
     if format != "dense12":
@@ -60,7 +62,7 @@ def models(format: str = "dense12") -> tuple[Model, Model]:
     model = copy.deepcopy(dense)
     macko.sparsify_(model, format=format, ignore=(), progress=False, merge=False)
     assert len(layers_of(model)) == 8
-    return dense, model
+    return dense, model, model(X)
 
 
 def layers_of(model: nn.Module) -> list[SparseLinear]:
@@ -84,9 +86,7 @@ def assert_says(model: nn.Module, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("format", ["dense12", "macko", "bitmap"])
 def test_a_layer_is_the_same_and_holds_frozen_bytes(format: str) -> None:
-    _, model = models(format)
-    with torch.no_grad():
-        wanted = model(X)
+    _, model, wanted = models(format)
     held = sum(layer.packed.nbytes for layer in layers_of(model))
     told = macko.offloadable_(model)
     assert_says(model, wanted)
@@ -110,14 +110,14 @@ def test_a_layer_is_the_same_and_holds_frozen_bytes(format: str) -> None:
 
 
 def test_merged_layers_are_split() -> None:
-    _, model = models()
+    _, model, _ = models()
     assert macko.merge_(model)
     macko.offloadable_(model)
     assert {type(layer) for layer in layers_of(model)} == {OffloadableLinear}
 
 
 def test_moving_keeps_parameters_and_another_dtype_converts() -> None:
-    dense, model = models()
+    dense, model, _ = models()
     macko.offloadable_(model)
     before = list(model.parameters())
     assert all(a is b for a, b in zip(model.to("cpu").parameters(), before, strict=True))
@@ -136,7 +136,7 @@ def test_moving_keeps_parameters_and_another_dtype_converts() -> None:
 @pytest.mark.parametrize("assign", [False, True])
 def test_states_are_loaded(source: str, assign: bool) -> None:
     format = "macko" if source == "canonical" else "dense12"
-    _, model = models(format)
+    _, model, wanted = models(format)
     other = copy.deepcopy(model)
     for layer in layers_of(other):
         layer._hold(layer._format.from_dense(layer.weight.flip(0).as_subclass(Tensor).contiguous()))
@@ -150,8 +150,7 @@ def test_states_are_loaded(source: str, assign: bool) -> None:
     elif source == "dense":
         assert state["blocks.0.down.weight"].shape == (256, 256)
     other.load_state_dict(state, assign=assign)
-    with torch.no_grad():
-        assert_says(other, model(X))
+    assert_says(other, wanted)
     broken = {name: tensor for name, tensor in state.items() if name != "blocks.0.down.bias"}
     with pytest.raises(RuntimeError, match=r"Missing key.*blocks.0.down.bias"):
         other.load_state_dict(broken)
@@ -167,7 +166,7 @@ def test_states_are_loaded(source: str, assign: bool) -> None:
 
 
 def test_files_are_those_of_before(tmp_path: Path) -> None:
-    _, model = models()
+    _, model, _ = models()
     macko.save_model(model, tmp_path / "a.safetensors")
     macko.offloadable_(model)
     macko.save_model(model, tmp_path / "b.safetensors")
@@ -189,7 +188,7 @@ def test_packed_experts_are_refused_by_name() -> None:
 
 
 def test_a_change_of_the_weight_is_refused() -> None:
-    _, model = models()
+    _, model, _ = models()
     macko.offloadable_(model)
     with pytest.raises(RuntimeError, match="fuse adapters before that call"):
         model.blocks[0].down.weight.data += 1
@@ -233,9 +232,7 @@ WAYS = [cpu, sequential, disk, device_map]
 @pytest.mark.parametrize("format", ["dense12", "macko"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_accelerate_moves_all(way: Any, format: str, tmp_path: Path) -> None:
-    _, model = models(format)
-    with torch.no_grad():
-        wanted = model(X)
+    _, model, wanted = models(format)
     macko.offloadable_(model)
     way(model, tmp_path)
     moved = model.blocks[1] if way is device_map else model
@@ -252,9 +249,7 @@ def test_accelerate_moves_all(way: Any, format: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("merge", [False, True])
 def test_accelerate_is_refused_before_anything_moves(way: Any, merge: bool, tmp_path: Path) -> None:
-    _, model = models()
-    with torch.no_grad():
-        wanted = model(X)
+    _, model, wanted = models()
     if merge:
         macko.merge_(model)
     with pytest.raises(ValueError, match=r"offload of .*: (blocks.\d.)?q_proj is packed by macko, and would stay"):
@@ -269,9 +264,7 @@ def test_accelerate_is_refused_before_anything_moves(way: Any, merge: bool, tmp_
 @pytest.mark.parametrize("ready", [False, True])
 def test_whole_models_are_moved(ready: bool) -> None:
     """As enable_model_cpu_offload does it."""
-    _, model = models()
-    with torch.no_grad():
-        wanted = model(X)
+    _, model, wanted = models()
     if ready:
         macko.offloadable_(model)
     model, hook = accelerate.cpu_offload_with_hook(model, "cpu")
@@ -284,11 +277,7 @@ def test_whole_models_are_moved(ready: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_device_map_of_transformers(packed: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    model = small_llama(vocab_size=300, hidden_size=256, intermediate_size=512, num_key_value_heads=4)
     tokens = torch.arange(9)[None]
     with torch.no_grad():
         wanted = model(tokens).logits
@@ -367,16 +356,20 @@ def held_there(model: nn.Module, addresses: set[int]) -> int:
 
 
 @needs_diffusers
-@pytest.mark.parametrize("level", ["leaf_level", "block_level"])
+@pytest.mark.parametrize("level", ["leaf_level", "block_level", "disk"])
 @pytest.mark.parametrize("ready", [False, True])
-def test_group_offload(level: str, ready: bool) -> None:
+def test_group_offload(level: str, ready: bool, tmp_path: Path) -> None:
     hooks = importlib.import_module("diffusers.hooks")
-    _, model = models()
-    with torch.no_grad():
-        wanted = model(X)
-    if ready:
+    _, model, wanted = models()
+    options: dict[str, Any] = {"offload_type": level, "num_blocks_per_group": 1}
+    if level == "disk":
+        options |= {"offload_type": "block_level", "offload_to_disk_path": str(tmp_path)}
+    if level == "disk" and not ready:
+        with pytest.raises(ValueError, match=r"group offloading: blocks.0.q_proj is packed by macko, and would stay"):
+            hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, **options)
+        assert_says(model, wanted)
+    if ready or level == "disk":
         macko.offloadable_(model)
-    options = {"offload_type": level, "num_blocks_per_group": 1}
     hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, **options)
     assert_says(model, wanted)
     with pytest.raises(ValueError, match="offloadable_: an offloader has"):
@@ -384,24 +377,9 @@ def test_group_offload(level: str, ready: bool) -> None:
 
 
 @needs_diffusers
-def test_group_offload_to_disk(tmp_path: Path) -> None:
-    hooks = importlib.import_module("diffusers.hooks")
-    _, model = models()
-    with torch.no_grad():
-        wanted = model(X)
-    options = {"offload_type": "block_level", "num_blocks_per_group": 1, "offload_to_disk_path": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"group offloading: blocks.0.q_proj is packed by macko, and would stay"):
-        hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, **options)
-    assert_says(model, wanted)
-    macko.offloadable_(model)
-    hooks.apply_group_offloading(model, onload_device=CPU, offload_device=CPU, **options)
-    assert_says(model, wanted)
-
-
-@needs_diffusers
 def test_group_offload_with_a_stream_leaves_no_packed_byte(on_gpu: set[int]) -> None:
     group_offloading = importlib.import_module("diffusers.hooks.group_offloading")
-    _, model = models()
+    _, model, _ = models()
     with torch.no_grad():
         wanted = model.blocks[0](X)
     config = group_offloading.GroupOffloadingConfig(
@@ -489,7 +467,7 @@ def test_group_offload_on_a_gpu(stream: bool, record: bool) -> None:
     if record and not stream:
         pytest.skip("there is no stream to record")
     hooks = importlib.import_module("diffusers.hooks")
-    _, model = models()
+    _, model, _ = models()
     model.cuda()
     x = X.cuda()
     with torch.no_grad():

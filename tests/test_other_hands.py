@@ -20,6 +20,7 @@ from macko import SparseLinear
 from macko.files import Checkpoint, packed_state
 from macko.weights import FORMATS, SAVED
 from tests.common import HALVES, assert_same_bits, random_weight
+from tests.tiny_llama import small_llama
 
 #: What a CPU can make; sell cannot be.
 ON_CPU = [name for name in FORMATS if name != "sell"]
@@ -504,11 +505,8 @@ def test_an_input_of_another_dtype_is_told_of_autocast(merged: bool) -> None:
 
 
 def tiny_llama_with_zeros() -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model = transformers.LlamaForCausalLM(config)
+    pytest.importorskip("transformers")
+    model = small_llama(torch.float32).train()
     macko.prune_(model, 0.6, progress=False)
     return model
 

@@ -246,23 +246,17 @@ def test_the_kernel_for_few_has_no_registers_for_parts_of_64_tokens(room: Room) 
         assert room(layout, OTHER_GPU, in_parts=True) == {0: "ring", 513: "dense rows"}
 
 
-@pytest.mark.parametrize("name", ["sparse11", "dense8", "sparse8"])
-def test_codecs_of_bytes_have_them_too(room: Room, name: str) -> None:
-    assert room(name, HOPPER) == room(name, HOPPER, cols=4097) == {0: "few", 65: "many", END: "dense rows"}
-    assert room(name, HOPPER, held=30_000) == room(name, HOPPER)
-    assert room(name, HOPPER, rows=4097) == {0: "few", 33: "many", END: "dense rows"}
+@pytest.mark.parametrize("name", ["sparse11", "dense8", "sparse8", "dense12"])
+def test_other_codecs_have_them_too(room: Room, name: str) -> None:
+    up_to_64, up_to_32 = ({0: "few", last + 1: "many", END: "dense rows"} for last in (64, 32))
+    assert room(name, HOPPER) == room(name, HOPPER, held=30_000) == up_to_64
+    assert room(name, HOPPER, cols=4097) == (up_to_32 if name == "dense12" else up_to_64)
+    assert room(name, HOPPER, rows=4097) == up_to_32
+    assert room(name, HOPPER, rows=0) == {0: "few", END: "dense rows"}
     assert room(name, CPU) == room(name, HOPPER, cols=0) == {0: "dense rows"}
     assert room(name, OTHER_GPU) == room("tile", OTHER_GPU)
-
-
-def test_dense12_has_them_too(room: Room) -> None:
-    assert room("dense12", HOPPER) == {0: "few", 65: "many", END: "dense rows"}
-    assert room("dense12", HOPPER, cols=4097) == {0: "few", 33: "many", END: "dense rows"}
-    assert room("dense12", HOPPER, rows=0) == {0: "few", END: "dense rows"}
-    assert room("dense12", CPU) == room("dense12", HOPPER, cols=0) == {0: "dense rows"}
-    assert room("dense12", OTHER_GPU) == room("tile", OTHER_GPU)
-    assert room("dense12", HOPPER, limit=0) == {0: "few", 1: "dense rows"}
-    assert room("dense12", HOPPER, limit=100) == {0: "few", 65: "many", 101: "dense rows"}
+    assert room(name, HOPPER, limit=0) == {0: "few", 1: "dense rows"}
+    assert room(name, HOPPER, limit=100) == {0: "few", 65: "many", 101: "dense rows"}
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=DEVICES.get)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import macko
@@ -21,8 +21,9 @@ from macko.cli import main
 from macko.files import FolderWriter
 from macko.integrations.stacked import Share, Stack
 from macko.weights import FORMATS, SAVED, Dense12Weight, Planes12Weight, saved_as
-from tests.common import assert_same_bits
+from tests.common import assert_same_bits, edited
 from tests.reference import planes12_to_dense
+from tests.tiny_llama import small_llama
 
 DTYPES = (torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
@@ -272,13 +273,6 @@ def test_a_saved_model_is_smaller_and_the_same(tmp_path: Path) -> None:
         assert_same_bits(again.up.weight, dense.up.weight)
 
 
-def test_a_state_dict_is_that_of_the_dense_model() -> None:
-    dense, packed = models()
-    state = packed.state_dict()
-    assert state.keys() == dense.state_dict().keys()
-    assert_same_bits(state["up.weight"], dense.up.weight)
-
-
 def test_who_knows_nothing_of_macko_stops(tmp_path: Path) -> None:
     dense, packed = models()
     macko.save_model(packed, tmp_path / "a.safetensors")
@@ -309,11 +303,8 @@ def test_a_damaged_list_names_the_layer(tmp_path: Path) -> None:
     _, packed = models()
     file = tmp_path / "a.safetensors"
     macko.save_model(packed, file)
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    tensors = load_file(file)
-    tensors["down.columns"] = tensors["down.columns"] + 600
-    save_file(tensors, file, metadata)
+    with edited(file) as tensors:
+        tensors["down.columns"] += 600
     for options in ({}, {"format": "dense12"}):
         with pytest.raises(ValueError, match=r"down.*not a planes12 weight"):
             macko.load_model(Mlp().bfloat16(), file, **options)
@@ -324,15 +315,8 @@ def test_a_damaged_list_names_the_layer(tmp_path: Path) -> None:
 
 def save_tiny(folder: Path, shard: str) -> None:
     """A dense model whose files have so many bytes at most."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(
-        folder, max_shard_size=shard
-    )
+    model = small_llama(vocab_size=300, hidden_size=256, intermediate_size=512, num_key_value_heads=4)
+    model.save_pretrained(folder, max_shard_size=shard)
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
@@ -395,11 +379,9 @@ print(*peaks)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read in /proc")
 def test_convert_holds_one_layer_at_a_time(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=512, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=4
-    )
-    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_key_value_heads": 4}
+    model = small_llama(**sizes)
     model.save_pretrained(tmp_path / "in")
     macko.prune_(model, 0.5, progress=False)
     model.save_pretrained(tmp_path / "sparse")
@@ -447,14 +429,10 @@ def test_other_bits_than_were_packed_are_found(tmp_path: Path, capsys: pytest.Ca
     pytest.importorskip("transformers")
     save_tiny(tmp_path / "in", "1GB")
     assert main(["convert", str(tmp_path / "in"), str(tmp_path / "packed"), "--format", "dense12"]) == 0
-    file = tmp_path / "packed/model.safetensors"
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    tensors = load_file(file)
-    name = next(name for name in tensors if name.endswith("up_proj.low"))
-    held = (tensors[name] != 0).nonzero()[0]
-    tensors[name][held[0], held[1]] ^= 1
-    save_file(tensors, file, metadata)
+    with edited(tmp_path / "packed/model.safetensors") as tensors:
+        low = next(tensor for name, tensor in tensors.items() if name.endswith("up_proj.low"))
+        held = (low != 0).nonzero()[0]
+        low[held[0], held[1]] ^= 1
     assert main(["convert", str(tmp_path / "packed"), str(tmp_path / "back"), "--to", "dense"]) == 1
     assert "up_proj is not the weight that was packed" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()

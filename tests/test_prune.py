@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -70,34 +69,22 @@ def test_a_tied_weight_is_pruned_once() -> None:
 
 
 def test_pruning_twice_changes_nothing() -> None:
-    model = nn.Linear(100, 10)
-    macko.prune_(model, 0.5)
-    before = model.weight.detach().clone()
-    macko.prune_(model, 0.5)
-    assert_same_bits(model.weight.detach(), before)
-
-
-def test_gradients_and_identity_stay() -> None:
+    """Nor is the weight another Parameter."""
     model = nn.Linear(100, 10)
     weight = model.weight
     macko.prune_(model, 0.5)
+    before = weight.detach().clone()
+    macko.prune_(model, 0.5)
     assert model.weight is weight
     assert weight.requires_grad
+    assert_same_bits(weight.detach(), before)
 
 
 def test_refuses_before_it_changes() -> None:
     model = nn.Linear(8, 4)
-    for sparsity in (-0.1, 1.0, 50):
-        with pytest.raises(ValueError, match="sparsity is"):
-            macko.prune_(model, sparsity)
-    with pytest.raises(ValueError, match="method is 'elves', expected one of magnitude"):
-        macko.prune_(model, method="elves")
-    assert model.weight.count_nonzero() == 32
-
-
-def test_refuses_what_does_not_fit_together() -> None:
-    model = nn.Linear(8, 4)
     refused: list[tuple[dict[str, Any], str]] = [
+        *(({"sparsity": sparsity}, "sparsity is") for sparsity in (-0.1, 1.0, 50)),
+        ({"method": "elves"}, "method is 'elves', expected one of magnitude"),
         ({"pattern": "4:2"}, "pattern is '4:2'"),
         ({"pattern": "2-4"}, "pattern is '2-4'"),
         ({"pattern": "6:8", "sparsity": 0.5}, "pattern 6:8 is 25.0% sparse, but sparsity is 0.5"),
@@ -242,13 +229,8 @@ def test_blocks_that_are_no_plain_chain_are_seen_in_whole_passes() -> None:
     model = Blocks(between=torch.tanh)
     report = macko.prune_(model, 0.5, "wanda", calibration=batches)
     assert model.passes == 2 * len(batches)
-    assert all(row.density == 0.5 for row in report)
+    assert all(row.density == 0.5 for row in report)  # of the stem too, which is in no block
     assert all("forward" not in vars(block) for block in model.layers)
-
-
-def test_layers_outside_of_the_blocks_are_pruned_too() -> None:
-    report = macko.prune_(Blocks(), 0.5, "sparsegpt", calibration=[random_vector(10, 12, dtype=torch.float32)])
-    assert {row.name: row.density for row in report}["stem"] == 0.5
 
 
 class Stop(Exception):
@@ -448,19 +430,6 @@ def test_a_mixture_says_how_many_weights_are_left() -> None:
     assert "are in no nn.Linear" not in str(macko.prune_(nn.Sequential(nn.Linear(64, 64)), 0.5))
 
 
-def test_a_mixture_of_transformers_says_it_too() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
-    kinds = (transformers.Llama4TextConfig(**sizes, **heads), transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2))
-    for kind in kinds:
-        model = transformers.AutoModelForCausalLM.from_config(kind)
-        left = "Conv1D" if "n_layer" in kind.to_dict() else "experts in one tensor"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of GPT-2 nothing is pruned, which is warned of
-            assert re.search(rf"^{left}: [\d,]+ of [\d,]+ weights \(\d+%\)", str(macko.prune_(model)), re.M)
-
-
 def test_a_blank_gain_is_explained_where_others_have_one() -> None:
     rows = [macko.LayerReport(name, (8, 8), 0.5, "macko", 128, 90) for name in "ab"]
     assert "Where no gain is given" not in str(macko.Report(rows))
@@ -488,7 +457,8 @@ def test_methods_that_look_at_data_lose_less(tiny_llama: TinyLlama) -> None:
     loss = {"dense": tiny_llama.loss(tiny_llama.model)}
     for method in ("magnitude", *CALIBRATED):
         model = copy.deepcopy(tiny_llama.model).train()
-        report = macko.prune_(model, 0.5, method, calibration=tiny_llama.calibration)
+        batches = [{"input_ids": batch} for batch in tiny_llama.calibration]
+        report = macko.prune_(model, 0.5, method, calibration=batches)
         assert all(row.density == pytest.approx(0.5, abs=1e-4) for row in report.changed)
         assert model.training
         assert model.config.use_cache
@@ -525,16 +495,6 @@ def test_methods_that_look_at_data_lose_less_of_a_real_model(monkeypatch: pytest
         assert all(row.density == pytest.approx(0.5, abs=1e-4) for row in report.changed)
         loss[method] = float((outputs(model) - outputs(dense)).square().mean())
     assert 0 < loss["sparsegpt"] < loss["wanda"] < loss["magnitude"], loss
-
-
-@needs_transformers
-@pytest.mark.parametrize("method", CALIBRATED)
-def test_same_batches_same_bits(tiny_llama: TinyLlama, method: str) -> None:
-    first, second = copy.deepcopy(tiny_llama.model), copy.deepcopy(tiny_llama.model)
-    for model in (first, second):
-        macko.prune_(model, 0.6, method, calibration=[{"input_ids": batch} for batch in tiny_llama.calibration])
-    for name, wanted in first.state_dict().items():
-        assert_same_bits(second.state_dict()[name], wanted)
 
 
 @pytest.mark.gpu

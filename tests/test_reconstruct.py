@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -223,54 +224,26 @@ def test_nothing_to_prune_is_nothing_to_fit(options: dict[str, Any]) -> None:
     assert not report.fits
 
 
-class TwiceInABlock(Blocks):
-    """Its blocks call a child twice, which then cannot be fitted by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.layers:
-            down = layer.down
-            layer.down = nn.Identity()
-            layer.both = down
-            layer.forward = lambda hidden_states, scale, layer=layer: (
-                hidden_states + layer.both(layer.up(hidden_states).relu()) + layer.both(layer.up(-hidden_states)),
-            )
+def with_blocks_that(forward: Callable[[Any, Tensor], Tensor]) -> Blocks:
+    """Whose blocks call their children in another way."""
+    model = Blocks()
+    for layer in model.layers:
+        layer.forward = lambda hidden_states, scale, layer=layer: (hidden_states + forward(layer, hidden_states),)
+    return model
 
 
 def test_a_submodule_that_is_called_twice_is_fitted_with_its_block() -> None:
-    model = TwiceInABlock()
+    model = with_blocks_that(lambda block, x: block.down(block.up(x).relu()) + block.down(block.up(-x)))
     report = macko.prune_(model, 0.5, calibration=batches(), ignore=["stem"], reconstruct=QUICK)
     assert [fit.name for fit in report.fits] == ["layers.0", "layers.1", "layers.2"]
     assert all(fit.error_after < fit.error_before for fit in report.fits)
 
 
-class ByName(nn.Module):
-    """A block that calls its layer with a keyword."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(12, 12)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states + self.proj(input=hidden_states)
-
-
-class InARow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ByName() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def test_a_layer_that_is_called_by_keyword_is_fitted() -> None:
-    model = InARow()
-    report = macko.prune_(model, method="wanda", calibration=batches(), reconstruct=QUICK)
-    assert len(report.changed) == 2
-    assert report.fits
+    model = with_blocks_that(lambda block, x: block.down(input=block.up(input=x).relu()))
+    report = macko.prune_(model, 0.5, "wanda", calibration=batches(), ignore=["stem"], reconstruct=QUICK)
+    assert len(report.changed) == len(report.fits) == 6
+    assert all(fit.error_after < fit.error_before for fit in report.fits)
 
 
 def test_blocks_that_are_layers_themselves_are_fitted() -> None:

@@ -61,18 +61,10 @@ def test_a_page_asks_for_what_there_is(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_ratio_by_sparsity_is_over_dense_of_its_own_run(tmp_path: Path) -> None:
     runs = {"old": {0.0: 8, 0.5: 4, 0.7: 2}, "new": {0.0: 6, 0.5: 3}}
-    some = [
-        {
-            "what": "decode",
-            "model": "sparse" if zeros else "dense",
-            "sparsity": zeros,
-            "batch": 1,
-            "ms": ms,
-            "commit": of,
-        }
-        for of, times in runs.items()
-        for zeros, ms in times.items()
-    ]
+    about, some = {"what": "decode", "batch": 1}, []
+    for of, times in runs.items():
+        for zeros, ms in times.items():
+            some.append({**about, "model": "sparse" if zeros else "dense", "sparsity": zeros, "ms": ms, "commit": of})
     (tmp_path / "sparsity.jsonl").write_text("".join(json.dumps(line) + "\n" for line in some))
     found = [(line["sparsity"], line["ms"], line["gain"]) for line in records.sparsity(tmp_path)]
     assert found == [(0.0, 6, 1), (0.5, 3, 2), (0.7, 2, 4)]

@@ -22,6 +22,7 @@ from tests.common import (
     each_token,
     integer_problem,
     needs_capture,
+    random_bits,
     random_vector,
     random_weight,
 )
@@ -72,7 +73,8 @@ def test_bytes_and_round_trip_of_every_mask(dtype: torch.dtype, gap_bits: int) -
     seed=st.integers(0, 9),
 )
 def test_round_trip_of_any_shape(rows: int, cols: int, density: float, gap_bits: int, seed: int) -> None:
-    assert_packs(random_weight(rows, cols, density, torch.float16, seed=seed), gap_bits)
+    """And of any bits: NaN, Inf and subnormal numbers among them."""
+    assert_packs(random_bits(rows, cols, density, torch.float16, seed), gap_bits)
 
 
 @pytest.mark.gpu
@@ -119,14 +121,6 @@ def test_order_of_rows(uneven: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_nan_and_inf_keep_their_bits() -> None:
-    w = random_weight(40, 200, 0.5, torch.float16)
-    w[3, 7], w[4, 9], w[5, 11], w[6, 13] = float("inf"), float("-inf"), float("nan"), -0.0
-    w.view(torch.int16)[7, 15] = 0x7D03
-    assert_packs(w)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_spmv_of_every_shape_and_gap(dtype: torch.dtype, path: str, plan: Plan) -> None:
@@ -137,7 +131,7 @@ def test_spmv_of_every_shape_and_gap(dtype: torch.dtype, path: str, plan: Plan) 
         exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
         for gap_bits in GAPS:
             sell = packed(w, gap_bits)
-            for count in (0, 1, 2, 3, 4, 6, 9) if path == PATHS[0] else (1,):
+            for count in (0, 1, 2, 3, 4, 6, 9) if path == PATHS[0] else (1, 7):
                 y = layouts.stream(sell, x[:count].cuda(), bias.cuda())
                 assert_close_spmv(y, w, x[:count], bias)
                 assert_same_bits(layouts.stream(sell, x[:count].cuda(), bias.cuda()), y)
@@ -315,29 +309,12 @@ def test_every_number_of_tokens_up_to_70(rows: int, cols: int, dtype: torch.dtyp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", MASKS)
-def test_tokens_by_uneven_masks(kind: str) -> None:
-    for density in (0.03, 0.3, 0.7):
-        w, x = random_weight(900, 1500, density, torch.float16, kind=kind), random_vector(8, 1500, dtype=torch.float16)
-        assert_close_spmv(layouts.stream(packed(w), x.cuda()), w, x)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "cols"), [(300, 9000), (300, 15000), (300, 28672), (100, 65535), (2048, 4096)])
 def test_x_that_fits_shared_memory_for_fewer_tokens_only(rows: int, cols: int) -> None:
     w, x = random_weight(rows, cols, 0.5, torch.float16), random_vector(8, cols, dtype=torch.float16)
     sell = packed(w)
     for count in (2, 4, 8):
         assert_close_spmv(layouts.stream(sell, x[:count].cuda()), w, x[:count])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("keys", ["pdl=0", "copy=cp_async"])
-def test_tokens_by_every_path(keys: str, plan: Plan) -> None:
-    plan(keys)
-    w, x = random_weight(700, 1024, 0.5, torch.float16), random_vector(7, 1024, dtype=torch.float16)
-    bias = random_vector(700, dtype=torch.float16)
-    assert_close_spmv(layouts.stream(packed(w), x.cuda(), bias.cuda()), w, x, bias)
 
 
 @pytest.mark.gpu

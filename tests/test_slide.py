@@ -113,13 +113,8 @@ def test_every_mask_loses_nothing(n: int, dtype: torch.dtype, device: str) -> No
         assert_same_bits(ops.slide_unpack(packed, scale, codes.shape[1], n, dtype), codes)
         identity = torch.eye(codes.shape[1], dtype=torch.float16, device=device)
         if device == "cpu" or dtype == torch.float16:
-            y = ops.slide_linear(
-                identity,
-                *ops.slide_pack(codes.half().to(device), n, torch.float16)[:2],
-                codes.shape[1],
-                n,
-                torch.float16,
-            )
+            halves = ops.slide_pack(codes.half().to(device), n, torch.float16)[:2]
+            y = ops.slide_linear(identity, *halves, codes.shape[1], n, torch.float16)
             assert torch.equal(y.cpu(), codes.half().t())
 
 
@@ -245,18 +240,21 @@ def test_integer_products_are_exact(dtype: torch.dtype, n: int, device: str) -> 
         token_scale = torch.where(torch.arange(tokens) % 3 == 0, 2.0, 1.0)
         lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype)
         for out_dtype in (torch.bfloat16, torch.float16):
-            y = ops.slide_gemm(
-                lifted.to(device),
-                token_scale.to(device),
-                packed,
-                scale,
-                cols,
-                n,
-                out_dtype,
-                bias.to(out_dtype).to(device),
-            )
+            given = lifted.to(device), token_scale.to(device), packed, scale
+            y = ops.slide_gemm(*given, cols, n, out_dtype, bias.to(device, out_dtype))
             wanted = (q.double() @ codes.double().t()) * token_scale.double()[:, None] * scale.cpu().double()
             assert_same_bits(y, (wanted + bias.double()).float().to(out_dtype))
+
+
+def assert_exact(tokens: int, rows: int, cols: int, n: int, dtype: torch.dtype) -> None:
+    """A product of small integers, with at most 200 columns of x, on the GPU."""
+    codes = integers(rows, cols, most=3, seed=rows) * random_mask(rows, cols, n)
+    q = integers(tokens, cols, most=3, seed=tokens)
+    q *= torch.rand(cols, generator=torch.Generator().manual_seed(1)).argsort() < 200
+    packed, scale, _ = ops.slide_pack(codes.to(dtype).cuda(), n, dtype)
+    lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype).cuda()
+    y = ops.slide_gemm(lifted, torch.ones(tokens, device="cuda"), packed, scale, cols, n, torch.bfloat16)
+    assert_same_bits(y, (q.cuda().double() @ codes.cuda().double().t()).to(torch.bfloat16))
 
 
 @pytest.mark.gpu
@@ -269,13 +267,7 @@ def test_every_tile(dtype: torch.dtype, n: int, tile: str, plan: Plan) -> None:
     of_tile = int(tile.split("x")[1])
     # Small tiles: long enough for two and four blocks to share one, and short. Large: several tiles of a block, too.
     for tokens, rows, cols in ((of_tile - 3, 72, 4400 // dtype.itemsize), (of_tile + 5, 136, 200)):
-        codes = integers(rows, cols, most=3, seed=rows) * random_mask(rows, cols, n)
-        q = integers(tokens, cols, most=3, seed=tokens)
-        q *= torch.rand(cols, generator=torch.Generator().manual_seed(1)).argsort() < 200
-        packed, scale, _ = ops.slide_pack(codes.to(dtype).cuda(), n, dtype)
-        lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype).cuda()
-        y = ops.slide_gemm(lifted, torch.ones(tokens, device="cuda"), packed, scale, cols, n, torch.bfloat16)
-        assert_same_bits(y, (q.double() @ codes.double().t()).to(torch.bfloat16))
+        assert_exact(tokens, rows, cols, n, dtype)
 
 
 @pytest.mark.gpu
@@ -285,12 +277,7 @@ def test_kernel_of_other_gpus(dtype: torch.dtype, n: int, plan: Plan) -> None:
     """mma.sync in place of wgmma: exact in integers, at every size of tile; int8 gives the same bits."""
     plan("copy=cp_async")
     test_integer_products_are_exact(dtype, n, "cuda")
-    codes = integers(1800, 333, most=3, seed=5) * random_mask(1800, 333, n)
-    q = integers(2100, 333, most=3, seed=6) * (torch.rand(333, generator=torch.Generator().manual_seed(1)) < 0.5)
-    packed = ops.slide_pack(codes.to(dtype).cuda(), n, dtype)[:2]
-    lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype).cuda()
-    y = ops.slide_gemm(lifted, torch.ones(2100, device="cuda"), *packed, 333, n, torch.bfloat16)
-    assert_same_bits(y, (q.double() @ codes.double().t()).to(torch.bfloat16))
+    assert_exact(2100, 1800, 333, n, dtype)
     w, source = weight(200, 1203, n, source_of(dtype)), source_of(dtype)
     packed = ops.slide_pack(w.cuda(), n, dtype)[:2]
     x, bias = torch.randn(70, 1203).to(source), torch.randn(200).to(source)
@@ -309,13 +296,7 @@ def test_last_wave_of_other_gpus_is_nearly_empty(dtype: torch.dtype, n: int, til
     """Just more tiles than there are blocks at a time."""
     plan(f"copy=cp_async,slide_tile={tile}")
     num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    rows, cols, tokens = 256 * (num_sms // 2 + 2) + 40, 4400 // dtype.itemsize, 200  # a block an SM, or two
-    codes = integers(rows, cols, most=3, seed=5) * random_mask(rows, cols, n)
-    q = integers(tokens, cols, most=3, seed=6) * (torch.rand(cols, generator=torch.Generator().manual_seed(1)) < 0.1)
-    packed = ops.slide_pack(codes.to(dtype).cuda(), n, dtype)[:2]
-    lifted = reference.slide_lift(q.to(dtype).float(), n).to(dtype).cuda()
-    y = ops.slide_gemm(lifted, torch.ones(tokens, device="cuda"), *packed, cols, n, torch.bfloat16)
-    assert_same_bits(y, (q.double().cuda() @ codes.double().cuda().t()).to(torch.bfloat16))
+    assert_exact(200, 256 * (num_sms // 2 + 2) + 40, 4400 // dtype.itemsize, n, dtype)  # a block an SM, or two
 
 
 def test_gpus_without_float8_products_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,18 +427,16 @@ def test_errors_name_the_argument() -> None:
     w = weight(8, 16, 4, torch.float16)
     packed, scale, _ = ops.slide_pack(w, 4, INT8)
     x = torch.ones(2, 16, dtype=torch.float16)
-    with pytest.raises(RuntimeError, match=r"n is 1, expected 2 to 8"):
-        ops.slide_pack(w, 1, INT8)
-    with pytest.raises(RuntimeError, match=r"dtype is float64, expected int8"):
-        ops.slide_pack(w, 4, torch.float64)
-    with pytest.raises(RuntimeError, match=r"w has dtype float16, expected bfloat16, which is to be kept"):
-        ops.slide_pack(w, 4, torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"packed has shape \[1, 2, 5120\], expected \[1, 2, 8192\]"):
-        ops.slide_linear(x, packed, scale, 16, 0, INT8)
-    with pytest.raises(RuntimeError, match=r"x has shape \[2, 15\], expected \[..., 16\]"):
-        ops.slide_linear(x[:, :15], packed, scale, 16, 4, INT8)
-    with pytest.raises(RuntimeError, match=r"bias has 7 elements, the matrix has 8 rows"):
-        ops.slide_linear(x, packed, scale, 16, 4, INT8, torch.ones(7, dtype=torch.float16))
+    for message, op, *arguments in (
+        ("n is 1, expected 2 to 8", ops.slide_pack, w, 1, INT8),
+        ("dtype is float64, expected int8", ops.slide_pack, w, 4, torch.float64),
+        ("w has dtype float16, expected bfloat16, which is to be kept", ops.slide_pack, w, 4, torch.bfloat16),
+        (r"shape \[1, 2, 5120\], expected \[1, 2, 8192\]", ops.slide_linear, x, packed, scale, 16, 0, INT8),
+        (r"x has shape \[2, 15\], expected \[..., 16\]", ops.slide_linear, x[:, :15], packed, scale, 16, 4, INT8),
+        ("bias has 7 elements, the matrix has 8", ops.slide_linear, x, packed, scale, 16, 4, INT8, x.new_ones(7)),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            op(*arguments)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny_llama import needs_transformers
+from verify import soak
 
 pytestmark = [pytest.mark.slow, needs_transformers]
 CPU = torch.device("cpu")
@@ -15,14 +16,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verify import soak
-
     monkeypatch.setattr(soak, "BATCHES", (1, 3))
 
 
 def test_cycles_give_the_same_tokens_and_no_memory_grows(tmp_path: Path) -> None:
-    from verify import soak
-
     line = soak.soak(tmp_path, "tiny", CPU, 0, 4, 0)
     assert line["cycles"] == 3
     assert line["differ"] == {}
@@ -31,8 +28,6 @@ def test_cycles_give_the_same_tokens_and_no_memory_grows(tmp_path: Path) -> None
 
 
 def test_a_token_that_differs_and_memory_that_grows_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verify import soak
-
     right, grown = soak.decode, iter(range(1, 100))
 
     def decode(model: Any, scenario: soak.Scenario, *rest: Any) -> Tensor:
@@ -51,8 +46,6 @@ def test_a_token_that_differs_and_memory_that_grows_are_seen(tmp_path: Path, mon
 
 @pytest.mark.gpu
 def test_cycles_on_a_gpu(tmp_path: Path) -> None:
-    from verify import soak
-
     line = soak.soak(tmp_path, "tiny", torch.device("cuda", 0), 0, 8, 0)
     assert line["differ"] == {}
     assert line["gpu_bytes"][0] == line["gpu_bytes"][1]
@@ -60,8 +53,6 @@ def test_cycles_on_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_what_the_allocator_did_not_cut_is_no_growth() -> None:
-    from verify import soak
-
     device, size = torch.device("cuda", 0), (21 << 20) + (1 << 19)  # its block is one of 22 MB
     before, _ = soak.held(device)
     whole = torch.cuda.memory_allocated()

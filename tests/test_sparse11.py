@@ -14,7 +14,7 @@ from macko.choose import times
 from macko.choose.auto import pack
 from macko.choose.options import Options
 from macko.weights import Sparse11Weight, TileWeight
-from tests.common import HALVES, assert_close_library, assert_same_bits, devices, random_vector
+from tests.common import HALVES, assert_same_bits
 from tests.kernels.codecs import Sparse11
 
 BFLOAT16 = torch.bfloat16
@@ -22,29 +22,6 @@ BFLOAT16 = torch.bfloat16
 
 def weight(rows: int, cols: int, density: float = 0.5, listed: float = 0.005, dtype: torch.dtype = BFLOAT16) -> Tensor:
     return Sparse11(dtype, 0).source(rows, cols, density, rare=listed)
-
-
-@pytest.mark.sm80
-@pytest.mark.parametrize("device", devices())
-def test_a_layer_converts_back_and_moves(device: str) -> None:
-    linear = nn.Linear(300, 96, bias=True, dtype=torch.bfloat16)
-    linear.weight.data = weight(96, 300)
-    canonical = SparseLinear.from_linear(copy.deepcopy(linear), "macko")
-    layer = SparseLinear.from_packed(Sparse11Weight.from_macko(canonical.packed.to(device)), linear.bias.to(device))
-    assert "format=sparse11" in repr(layer)
-    x = random_vector(3, 300, dtype=torch.bfloat16)
-    assert_close_library(layer(x.to(device)).detach(), linear.weight.detach(), x, linear.bias.detach())
-    state: dict[str, Any] = layer.state_dict()
-    for name, tensor in canonical.state_dict().items():
-        if isinstance(tensor, Tensor):
-            assert_same_bits(state[name], tensor)
-    back = copy.deepcopy(layer).cpu()
-    assert device == "cpu" or back.format == "macko"
-    assert_same_bits(back.weight.as_subclass(Tensor), linear.weight)
-    assert_same_bits(layer.weight.as_subclass(Tensor), linear.weight)
-    assert_same_bits(layer.to_linear().weight, linear.weight)
-    assert layer.half().format == ("macko" if device == "cpu" else "sparse11")  # where it runs
-    assert macko.FORMATS["sparse11"] is Sparse11Weight
 
 
 def test_a_state_that_it_does_not_hold_is_loaded_as_canonical(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +131,3 @@ def test_another_dtype_is_another_choice(scale: float, format: str) -> None:
     assert layer.format == "sparse11"
     assert layer.half().format == format
     assert_same_bits(layer.weight.as_subclass(Tensor), torch.where(w.half() == 0, 0, w.half()))
-
-
-def test_values_are_of_formats_that_choose() -> None:
-    with pytest.raises(ValueError, match="values is 'fp4', expected one of exact, raw, fp8, int8"):
-        Options(values="fp4")
-    with pytest.raises(ValueError, match="values is 'raw', format 'tile' takes exact"):
-        Options("tile", values="raw")

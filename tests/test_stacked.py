@@ -155,14 +155,6 @@ def test_slides_layers_are_one_matrix_with_their_codes_on_every_rank(element: in
         assert_same_bits(down.coded()[1], scales[0])
 
 
-def test_a_group_that_straddles_ranks_is_refused_by_name() -> None:
-    w = random_weight(64, 96, 1.0, BF16)
-    w[:, 4::6] = w[:, 5::6] = 0
-    stack = stack_of(SlideWeight.from_dense(w, 3, 0))
-    with pytest.raises(ValueError, match=r"group 5 of 4:6 \(columns 30 to 35\) straddles a cut at column 32"):
-        stack.pack(Share((64,), 32, 0, 3), BF16, CPU, Options())
-
-
 def test_what_somebody_chose_stays() -> None:
     w = random_weight(64, 48, 0.2, F16)
     packed = stack_of(EcWeight.from_dense(w)).pack(Share((64,), 48), F16, CPU, Options())

@@ -20,25 +20,16 @@ import macko
 from macko import MackoWeight, cli
 from macko.files import Checkpoint
 from macko.integrations import _DUE, tensor_parallel
-from tests.common import assert_same_bits, assert_same_model, two_processes
-from tests.tiny_llama import TinyLlama
+from tests.common import assert_same_bits, assert_same_model, edited, two_processes
+from tests.tiny_llama import TinyLlama, small_llama
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
-def llama(**options: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(
-        **{**sizes, **options}, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128
-    )
-    return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
-
-
 @pytest.fixture(scope="module")
 def pruned_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    model, folder = llama(attention_bias=True), tmp_path_factory.mktemp("dense")
+    model, folder = small_llama(attention_bias=True), tmp_path_factory.mktemp("dense")
     macko.prune_(model, 0.5)
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -63,11 +54,6 @@ def load(folder: Path, **options: Any) -> Any:
 
 def sparse_names(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, macko.SparseLinear)}
-
-
-def beside_macko() -> dict[str, str]:
-    """The environment of a process elsewhere that shall find this macko."""
-    return {**os.environ, "PYTHONPATH": str(Path(macko.__file__).parents[1])}
 
 
 @pytest.mark.slow
@@ -213,7 +199,7 @@ def test_dequantize_gives_the_dtype_and_the_places_that_layers_have(pruned: tupl
 
 
 def test_an_unpruned_model_stays_as_it_is(tmp_path: Path) -> None:
-    dense = llama()
+    dense = small_llama()
     dense.save_pretrained(tmp_path)
     model = load(tmp_path, quantization_config=macko.MackoConfig())
     assert_same_model(model, dense)
@@ -241,7 +227,9 @@ def test_round_trip(pruned: tuple[Any, Path], tmp_path: Path, how: str, shard: s
     assert_same_model(load(tmp_path / "again"), model)
 
 
-def test_saved_folder_is_smaller_and_holds_no_dense_weight(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+def test_saved_folder_holds_no_dense_weight_nor_is_one_made_on_the_way_back(
+    pruned: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load(pruned[1], quantization_config=macko.MackoConfig()).save_pretrained(tmp_path / "sparse")
     tensors = load_file(tmp_path / "sparse" / "model.safetensors")
     assert "model.layers.0.mlp.up_proj.values" in tensors
@@ -252,12 +240,6 @@ def test_saved_folder_is_smaller_and_holds_no_dense_weight(pruned: tuple[Any, Pa
     assert config["layers"]["model.layers.1.mlp.down_proj"] == {
         "format": "macko", "rows": 48, "cols": 104, "delta_bits": 2,
     }  # fmt: skip
-
-
-def test_no_dense_weight_on_the_way_back(
-    pruned: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load(pruned[1], quantization_config=macko.MackoConfig()).save_pretrained(tmp_path / "sparse")
     for name in ("from_dense", "to_dense"):
         monkeypatch.setattr(MackoWeight, name, lambda *_, **__: pytest.fail("made a dense weight"))
     load(tmp_path / "sparse").save_pretrained(tmp_path / "again")
@@ -311,7 +293,7 @@ def test_a_model_without_its_head(pruned: tuple[Any, Path], tmp_path: Path) -> N
 
 
 def test_tied_embeddings(tmp_path: Path) -> None:
-    dense = llama(tie_word_embeddings=True)
+    dense = small_llama(tie_word_embeddings=True)
     macko.prune_(dense, 0.6, ignore=[])  # the embedding too
     dense.save_pretrained(tmp_path / "dense")
     model = load(tmp_path / "dense", quantization_config=macko.MackoConfig(ignore=[]))
@@ -320,7 +302,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     loaded = load(tmp_path / "sparse")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert_same_bits(loaded(TOKENS).logits, dense(TOKENS).logits)
-    assert_same_bits(macko.load_model(llama(tie_word_embeddings=True), tmp_path / "sparse")(TOKENS).logits,
+    assert_same_bits(macko.load_model(small_llama(tie_word_embeddings=True), tmp_path / "sparse")(TOKENS).logits,
                      dense(TOKENS).logits)  # fmt: skip
 
 
@@ -334,8 +316,10 @@ def test_experts_in_one_tensor_and_conv1d_are_named(tmp_path: Path) -> None:
         (mixture, "model.layers.0.feed_forward.experts.down_proj", "holds all experts in one tensor"),
         (gpt, "transformer.h.0.attn.c_attn", "Conv1D is no nn.Linear"),
     ):
+        left = "Conv1D" if model is gpt else "experts in one tensor"
         for report in (macko.prune_(model, 0.5), macko.sparsify_(model)):
             assert reason in {row.name: row.reason for row in report}[name]
+            assert re.search(rf"^{left}: [\d,]+ of [\d,]+ weights \(\d+%\)", str(report), re.M)
         model.save_pretrained(tmp_path / name)
         loaded = load(tmp_path / name)
         assert_same_model(loaded, model)
@@ -344,7 +328,7 @@ def test_experts_in_one_tensor_and_conv1d_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["sparsify_", "from_pretrained"])
 def test_formats_mixed_by_the_masks_that_are_found(tmp_path: Path, how: str) -> None:
-    dense = llama(hidden_size=128, intermediate_size=256)
+    dense = small_llama(hidden_size=128, intermediate_size=256)
     macko.prune_(dense, pattern="2:4", ignore=["lm_head", "*self_attn*"])
     macko.prune_(dense, 0.8, ignore=["lm_head", "*mlp*"])
     dense.save_pretrained(tmp_path / "dense")
@@ -371,13 +355,6 @@ def test_formats_mixed_by_the_masks_that_are_found(tmp_path: Path, how: str) -> 
     assert loaded.model.layers[0].mlp.up_proj.format == "slide"
 
 
-def test_eight_bits_only_where_they_are_asked_for() -> None:
-    model = llama(hidden_size=128, intermediate_size=256)
-    macko.prune_(model, pattern="2:4")
-    macko.sparsify_(model, format="mixed", values="int8")
-    assert model.model.layers[0].mlp.up_proj.packed.label == "slide 2:4 int8"
-
-
 @pytest.mark.gpu
 def test_execution_layouts_are_not_saved(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     model = load(
@@ -396,15 +373,14 @@ def test_execution_layouts_are_not_saved(pruned: tuple[Any, Path], tmp_path: Pat
 
 # ---- Untrusted folders -----------------------------------------------------------------------------------------------
 
-LAYER = "model.layers.0.mlp.up_proj"
+LAYER, PT = "model.layers.0.mlp.up_proj", {"format": "pt"}
 
 
 def test_a_layout_that_does_not_run_here_is_held_as_auto(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     sparse = load(pruned[1], quantization_config=macko.MackoConfig())
     sparse.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["format"] = "sell"
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    with edited(tmp_path / "config.json") as config:
+        config["quantization_config"]["format"] = "sell"
     with pytest.warns(UserWarning, match='format sell runs on cuda only, the model is on cpu: held as "auto"'):
         assert_same_model(load(tmp_path), sparse)
 
@@ -412,9 +388,8 @@ def test_a_layout_that_does_not_run_here_is_held_as_auto(pruned: tuple[Any, Path
 def test_a_format_that_does_not_hold_the_dtype_is_held_as_auto(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     sparse = load(pruned[1], quantization_config=macko.MackoConfig(values="int8"), dtype=torch.bfloat16)
     sparse.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["format"] = "sparse8"
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    with edited(tmp_path / "config.json") as config:
+        config["quantization_config"]["format"] = "sparse8"
     layer = load(tmp_path, dtype=torch.bfloat16).get_submodule(LAYER)
     with pytest.warns(UserWarning, match=r'format sparse8 does not hold torch.float32: held as "auto"'):
         wide = load(tmp_path, dtype=torch.float32).get_submodule(LAYER)
@@ -432,10 +407,8 @@ def test_a_file_of_a_packed_folder_is_refused_by_itself(pruned: tuple[Any, Path]
 
 
 def test_a_dense_weight_of_another_shape_is_not_packed(pruned: tuple[Any, Path]) -> None:
-    file = pruned[1] / "model.safetensors"
-    state = load_file(file)
-    name = "model.layers.0.mlp.up_proj.weight"
-    save_file({**state, name: state[name][:8]}, file, metadata={"format": "pt"})
+    with edited(pruned[1] / "model.safetensors") as tensors:
+        tensors[f"{LAYER}.weight"] = tensors[f"{LAYER}.weight"][:8]
     with pytest.raises((RuntimeError, ValueError), match=r"ignore_mismatched_sizes|up_proj.weight: the checkpoint has"):
         load(pruned[1], quantization_config=macko.MackoConfig())  # transformers says so, or before 5.23 macko
 
@@ -456,9 +429,8 @@ def test_a_packed_folder_keeps_how_values_are_held(pruned: tuple[Any, Path], tmp
 @pytest.mark.parametrize("version", [3, 0, "1", None])
 def test_an_unknown_version_is_refused(pruned: tuple[Any, Path], tmp_path: Path, version: Any) -> None:
     folder = saved(pruned, tmp_path / "sparse")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["version"] = version
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited(folder / "config.json") as config:
+        config["quantization_config"]["version"] = version
     wanted = "of version 3 of macko's files.* install a newer one" if version == 3 else "version is"
     with pytest.raises(ValueError, match=wanted):
         load(folder)
@@ -467,19 +439,17 @@ def test_an_unknown_version_is_refused(pruned: tuple[Any, Path], tmp_path: Path,
 def test_a_damaged_tensor_is_refused_by_name(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     folder = saved(pruned, tmp_path / "sparse")
     tensors = load_file(folder / "model.safetensors")
-    for key, damage in (("row_ptr", lambda t: t.flip(0)), ("deltas", lambda t: t | 0xF), ("values", lambda t: t[:-8])):
-        changed = {**tensors, f"{LAYER}.{key}": damage(tensors[f"{LAYER}.{key}"]).contiguous()}
-        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=f"{LAYER}: not a macko weight"):
+    for key, damage, wanted in (
+        ("row_ptr", lambda t: t.flip(0), "not a macko weight"),
+        ("deltas", lambda t: t | 0xF, "not a macko weight"),
+        ("values", lambda t: t[:-8], "not a macko weight"),
+        ("values", lambda t: t.to(torch.int8), ".* is int8"),
+        ("deltas", lambda t: None, "the checkpoint has no deltas"),
+    ):
+        changed = {**tensors, f"{LAYER}.{key}": damage(tensors[f"{LAYER}.{key}"].clone())}
+        save_file({name: t for name, t in changed.items() if t is not None}, folder / "model.safetensors", PT)
+        with pytest.raises(ValueError, match=f"{LAYER}: {wanted}"):
             load(folder)
-    changed = {name: t for name, t in tensors.items() if name != f"{LAYER}.deltas"}
-    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"{LAYER}: the checkpoint has no deltas"):
-        load(folder)
-    changed = {**tensors, f"{LAYER}.values": tensors[f"{LAYER}.values"].to(torch.int8)}
-    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"{LAYER}: .* is int8"):
-        load(folder)
 
 
 @pytest.mark.parametrize(
@@ -499,9 +469,8 @@ def test_a_damaged_tensor_is_refused_by_name(pruned: tuple[Any, Path], tmp_path:
 )
 def test_a_damaged_config_is_refused_by_name(pruned: tuple[Any, Path], tmp_path: Path, about: Any, wanted: str) -> None:
     folder = saved(pruned, tmp_path / "sparse")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["layers"][LAYER] = about
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited(folder / "config.json") as config:
+        config["quantization_config"]["layers"][LAYER] = about
     with pytest.raises(ValueError, match=LAYER) as error:
         load(folder)
     error.match(wanted)
@@ -552,7 +521,7 @@ FLOWS: dict[str, tuple[Any, Any]] = {  # what is converted, what is saved
 @pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize("shard", ["50GB", "15KB"])
 def test_whoever_made_it_sparse_it_is_saved_packed(tmp_path: Path, flow: str, shard: str) -> None:
-    dense = llama()
+    dense = small_llama()
     macko.prune_(dense, 0.5)
     convert, part = FLOWS[flow]
     model = copy.deepcopy(dense)
@@ -717,9 +686,9 @@ print(json.dumps(said))
 
 def without_tripwire(folder: Path) -> Path:
     """The folder as earlier versions wrote it."""
-    path = folder / "model.safetensors"
-    tensors = {name: tensor for name, tensor in load_file(path).items() if tensor.numel()}
-    save_file(tensors, path, metadata={"format": "pt"})
+    with edited(folder / "model.safetensors") as tensors:
+        for name in [name for name, tensor in tensors.items() if not tensor.numel()]:
+            del tensors[name]
     return folder
 
 
@@ -752,7 +721,7 @@ def test_with_macko_nobody_hears_of_the_tripwire(
         assert_same_model(loaded, part)
     assert "weight" not in capfd.readouterr().err.replace("lm_head.weight", "")
     transformers.logging.enable_progress_bar()
-    assert_same_model(macko.load_model(llama(attention_bias=True), folder), wanted)
+    assert_same_model(macko.load_model(small_llama(attention_bias=True), folder), wanted)
     with Checkpoint(folder) as file:
         assert f"{LAYER}.weight" not in file
         assert f"{LAYER}.values" in file
@@ -763,8 +732,8 @@ def test_with_macko_nobody_hears_of_the_tripwire(
 
 def test_a_weight_that_is_there_twice_is_refused(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     folder = saved(pruned, tmp_path / "sparse")
-    tensors = load_file(folder / "model.safetensors") | {f"{LAYER}.weight": torch.ones(104, 48)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with edited(folder / "model.safetensors") as tensors:
+        tensors[f"{LAYER}.weight"] = torch.ones(104, 48)
     with pytest.raises(ValueError, match=f"{LAYER}: the files hold its weight packed, and another one"):
         load(folder)
 
@@ -1017,7 +986,7 @@ def test_two_processes(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     a part in tensor parallelism. In one pair of processes, as most of their time goes into imports."""
     sparse = str(saved(pruned, tmp_path / "sparse"))
     size = 89 if VERSION >= (5, 23) else 90  # an odd head
-    model = llama(attention_bias=True, mlp_bias=True, vocab_size=size, tie_word_embeddings=False).float()
+    model = small_llama(attention_bias=True, mlp_bias=True, vocab_size=size, tie_word_embeddings=False).float()
     macko.prune_(model, 0.5, ignore=())
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -1035,7 +1004,7 @@ def test_two_processes(pruned: tuple[Any, Path], tmp_path: Path) -> None:
 
 def test_tensor_parallelism_of_transformers_before_5_19_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_parallel, "transformers_version", lambda: (5, 18))
-    monkeypatch.setattr(model := llama(), "_tp_size", 2, raising=False)
+    monkeypatch.setattr(model := small_llama(), "_tp_size", 2, raising=False)
     with pytest.raises(ValueError, match=r"asked for was tp_size, which transformers before 5.19 does in another way"):
         tensor_parallel.check(model)
 
@@ -1054,7 +1023,8 @@ def test_a_packed_folder_says_how_it_is_loaded(pruned: tuple[Any, Path], tmp_pat
         assert words in card.text
     snippet = card.text.partition("```python\n")[2].partition("```")[0]
     assert snippet.startswith("import macko\n")
-    subprocess.run([sys.executable, "-c", snippet], cwd=folder.parent, check=True, env=beside_macko())
+    environment = {**os.environ, "PYTHONPATH": str(Path(macko.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", snippet], cwd=folder.parent, check=True, env=environment)
 
 
 def test_a_card_is_written_anew_unless_somebody_edited_it(pruned: tuple[Any, Path], tmp_path: Path) -> None:
@@ -1073,7 +1043,7 @@ def test_a_card_is_written_anew_unless_somebody_edited_it(pruned: tuple[Any, Pat
 
 @pytest.mark.parametrize("merge", [False, True])
 def test_the_card_counts_merged_layers_once(tmp_path: Path, merge: bool) -> None:
-    model = llama()
+    model = small_llama()
     macko.prune_(model, 0.7)
     macko.sparsify_(model, merge=merge)
     model.save_pretrained(tmp_path)
@@ -1117,17 +1087,6 @@ def test_an_adapter_trains_on_a_sparse_base(pruned: tuple[Any, Path], tmp_path: 
     assert_same_bits(again(TOKENS).logits, model(TOKENS).logits)
 
 
-def test_gradients_of_an_adapter_are_those_on_the_dense_base(pruned: tuple[Any, Path]) -> None:
-    sparse = with_adapter(load(pruned[1], quantization_config=macko.MackoConfig(), dtype=torch.float32))
-    dense = with_adapter(load(pruned[1], dtype=torch.float32))
-    for model in (sparse, dense):
-        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    wanted = {name: p.grad for name, p in dense.named_parameters() if p.requires_grad}
-    for name, parameter in sparse.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, wanted[name])
-
-
 def test_a_new_adapter_is_neither_pruned_nor_packed(pruned: tuple[Any, Path]) -> None:
     """Its second matrix is all zeros until it has been trained."""
     model = with_adapter(load(pruned[1]))
@@ -1162,7 +1121,7 @@ def test_an_initialisation_that_edits_the_base_is_refused(pruned: tuple[Any, Pat
 @pytest.mark.parametrize("values", ["fp8", "int8"])
 def test_8_bits_are_saved_and_loaded(values: str, tmp_path: Path) -> None:
     """By who asks for them, with the codes and scales of the model that was saved, in any type."""
-    model = llama(hidden_size=256, intermediate_size=256)
+    model = small_llama(hidden_size=256, intermediate_size=256)
     macko.prune_(model.model.layers[0], 0.5, progress=False)
     model.save_pretrained(tmp_path / "dense")
     report = macko.compress_(model, values=values, ignore=("lm_head",), progress=False)
@@ -1286,7 +1245,7 @@ def test_a_packed_layer_that_transformers_would_convert_again_is_refused(tmp_pat
 
     turn = [WeightConverter("self_attn.q_proj", "self_attn.q_proj", operations=[Transpose(0, 1)])]
     register_checkpoint_conversion_mapping("turned", turn, overwrite=True)
-    options = llama(hidden_size=64, intermediate_size=64).config.to_dict()
+    options = small_llama(hidden_size=64, intermediate_size=64).config.to_dict()
     model = Turned(TurnedConfig(**{**options, "model_type": "turned"}))
     model = with_zeros(model.to(torch.float32))
     macko.sparsify_(model, progress=False)
@@ -1441,6 +1400,7 @@ def test_other_sizes_that_may_be_ignored(option: dict[str, int], pruned: tuple[A
     loaded = load(tmp_path / "packed", **option, ignore_mismatched_sizes=True)
     other = "lm_head" if "vocab_size" in option else ".mlp."
     assert sparse_names(loaded) == {name for name in sparse_names(sparse) if other not in name} != sparse_names(sparse)
+    assert {type(loaded.get_submodule(name)) for name in sparse_names(sparse) - sparse_names(loaded)} == {nn.Linear}
     for name in sparse_names(loaded):
         assert_same_bits(loaded.get_submodule(name).packed.to_dense(), sparse.get_submodule(name).packed.to_dense())
 
@@ -1452,20 +1412,6 @@ def test_a_layer_of_another_size_is_refused_by_transformers_before_5_23(tmp_path
     dense.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"classifier.\w+: the checkpoint has .* this transformers does not start it"):
         type(dense).from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
-
-
-@pytest.mark.skipif(VERSION < (5, 23), reason="transformers before 5.23 is refused, see above")
-def test_other_labels(tmp_path: Path) -> None:
-    dense = made("bert", "BertForSequenceClassification", num_labels=3)
-    macko.sparsify_(sparse := copy.deepcopy(dense), ignore=(), progress=False)
-    assert "classifier" in sparse_names(sparse)
-    sparse.save_pretrained(tmp_path)
-    loaded = type(dense).from_pretrained(tmp_path, num_labels=5, ignore_mismatched_sizes=True)
-    assert loaded.classifier.weight.shape == (5, 64)
-    assert type(loaded.classifier) is nn.Linear
-    assert_same_weights(loaded.bert, dense.bert)
-    with pytest.raises(ValueError, match=r"classifier: the checkpoint has shape \[3, 64\], the model \[5, 64\]"):
-        type(dense).from_pretrained(tmp_path, num_labels=5)
 
 
 def test_a_packed_state_without_a_folder_is_refused(pruned: tuple[Any, Path], tmp_path: Path) -> None:
@@ -1497,9 +1443,9 @@ def test_a_layer_that_no_file_has_is_refused(how: str, lost: str, pruned: tuple[
     if how == "packed":
         macko.sparsify_(model, progress=False)
     model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    state = {name: t for name, t in load_file(file).items() if not (name.startswith(lost) and "bias" not in name)}
-    save_file(state, file, metadata={"format": "pt"})
+    with edited(tmp_path / "model.safetensors") as state:
+        for name in [name for name in state if name.startswith(lost) and "bias" not in name]:
+            del state[name]
     options: dict[str, Any] = {} if how == "packed" else {"quantization_config": macko.MackoConfig()}
     folder: Any = tmp_path
     if how == "state_dict":

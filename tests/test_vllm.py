@@ -22,7 +22,8 @@ import torch
 
 import macko
 from macko.weights import MackoWeight, Planes12Weight
-from tests.common import assert_same_bits, random_weight
+from tests.common import assert_same_bits, edited, random_weight
+from tests.tiny_llama import small_llama
 
 pytestmark = [
     pytest.mark.vllm,
@@ -63,18 +64,13 @@ if __name__ == "__main__":
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """dense, half of its weights zero, and packed, its head too: with grouped queries and biases."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from macko.integrations.folders import pack_folder
 
     folder = tmp_path_factory.mktemp("vllm")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-        head_dim=32, vocab_size=500, max_position_embeddings=256, tie_word_embeddings=False, attention_bias=True,
-        mlp_bias=True, bos_token_id=None, eos_token_id=None,
+    model = small_llama(
+        hidden_size=256, intermediate_size=688, num_attention_heads=8, head_dim=32, vocab_size=500,
+        max_position_embeddings=256, attention_bias=True, mlp_bias=True, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and "embed" not in name:
@@ -284,9 +280,8 @@ def in_planes(source: Path, target: Path) -> None:
         tensors |= {f"{layer}.{part}": tensor for part, tensor in planes.tensors().items()}
         tensors[name] = planes.empty_weight()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((target / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "macko", "version": 2, "layers": layers}
-    (target / "config.json").write_text(json.dumps(config))
+    with edited(target / "config.json") as config:
+        config["quantization_config"] = {"quant_method": "macko", "version": 2, "layers": layers}
 
 
 @pytest.mark.parametrize("name", ["qwen", "mixtral"])
@@ -316,13 +311,9 @@ def test_two_ranks_have_their_experts_or_their_part_of_each(
 
 
 def test_a_file_that_lacks_a_tensor_is_refused_by_the_name_of_the_layer(run: Callable[..., Any], folders: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(folders / "packed", folders / "lacking")
-    file = folders / "lacking" / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.layers.1.self_attn.k_proj.deltas"]
-    save_file(tensors, file, metadata={"format": "pt"})
+    with edited(folders / "lacking" / "model.safetensors") as tensors:
+        del tensors["model.layers.1.self_attn.k_proj.deltas"]
     assert "model.layers.1.self_attn.qkv_proj: the checkpoint has" in run("lacking", fails=True).log
 
 
@@ -374,14 +365,6 @@ def config_of(layers: dict[str, Any], **options: Any) -> Any:
 
 
 ABOUT = {"format": "macko", "rows": 64, "cols": 64, "delta_bits": 4}
-
-
-def test_siblings_of_which_some_are_packed_are_refused_by_name() -> None:
-    from vllm.model_executor.layers.linear import QKVParallelLinear
-
-    config = config_of({"a.q_proj": ABOUT, "a.v_proj": ABOUT})
-    with pytest.raises(ValueError, match=r"a\.qkv_proj is one matrix .* a\.q_proj, a\.v_proj, packed, and a\.k"):
-        config.get_quant_method(QKVParallelLinear.__new__(QKVParallelLinear), "a.qkv_proj")
 
 
 def test_what_is_dense_beside_packed_layers_stays_so_but_in_a_format_for_any_weight() -> None:
@@ -473,22 +456,6 @@ def test_every_option_of_a_folder_is_honoured() -> None:
         assert found == {key: written[key] for key in found}
         assert written.keys() - found.keys() == set()
         config.maybe_update_config("", SimpleNamespace(get_text_config=lambda: SimpleNamespace(tie_word_embeddings=0)))
-
-
-def test_values_can_be_asked_for_and_go_with_a_format() -> None:
-    def asked(config: Any, **options: Any) -> Any:
-        text = SimpleNamespace(tie_word_embeddings=False)
-        config.maybe_update_config("", SimpleNamespace(macko=options, get_text_config=lambda: text))
-        return config.options
-
-    assert asked(config_of({}), values="int8").values == "int8"
-    assert asked(config_of({}), values="fp8", format="dense8").in_bytes
-    assert asked(config_of({}, values="raw"), tokens=3).values == "raw"
-    assert asked(config_of({"a": ABOUT}, values="raw"), format="sell").values == "exact"  # which holds 16 bits anyhow
-    with pytest.raises(ValueError, match=r"has values='fp8', and the folder is packed: 8 bits are made of a dense one"):
-        asked(config_of({"a": ABOUT}), values="fp8")
-    with pytest.raises(ValueError, match="values is 'fp4', expected one of"):
-        asked(config_of({}), values="fp4")
 
 
 def arrive(patch: pytest.MonkeyPatch, kind: Any, name: str, whole: torch.Tensor, rank: int, **options: Any) -> Any:
@@ -800,43 +767,6 @@ def test_experts_of_which_something_lacks_or_is_twice_are_refused_by_name() -> N
     tensors["2.down_proj.weight"], layers["b.0.mlp.experts.2.down_proj"] = tensors["2.down_proj.weight"], ABOUT
     with pytest.raises(ValueError, match=r"b\.0\.mlp\.experts\.2\.down_proj: "):
         list(routed(config_of(layers)).load_weights(tensors.items()))
-
-
-def test_options_that_nobody_knows_are_refused() -> None:
-    hf = SimpleNamespace(macko={"fmt": "tile"})
-    with pytest.raises(ValueError, match=r'hf_overrides\["macko"\] has fmt, expected format, tokens, ignore, min_sp'):
-        config_of({}).maybe_update_config("", hf)
-    with pytest.raises(ValueError, match="format is 'tiel'"):
-        config_of({}, format="tiel")
-    with pytest.raises(ValueError, match="min_sparsity is 2"):
-        config_of({}, min_sparsity=2)
-
-
-def test_layers_of_a_shape_are_the_same_code_whatever_they_hold() -> None:
-    """Else vLLM compiles each of them."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    from macko.integrations.vllm import Packed
-
-    seen = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        seen.append((graph.code, [(tensor.device, tensor.dtype, tensor.shape) for tensor in inputs]))
-        return graph.forward
-
-    x = torch.randn(3, 96, dtype=torch.bfloat16)
-    for density in (0.2, 0.6):
-        with set_current_vllm_config(VllmConfig()):
-            method = Packed(config_of({}), "a.o_proj", None, [])
-        layer, packed = torch.nn.Module(), MackoWeight.smallest(random_weight(64, 96, density, torch.bfloat16))
-        layer.quant_method = method
-        method.hold(layer, packed)
-        torch._dynamo.reset()
-        with torch.no_grad():
-            compiled = torch.compile(lambda layer=layer: layer.quant_method.apply(layer, x), backend=backend)
-            assert_same_bits(compiled(), packed.linear(x))
-    assert len(seen) == 2
-    assert seen[0] == seen[1]
 
 
 def test_compiled_code_of_other_layers_is_not_taken_from_the_cache() -> None:

@@ -1,4 +1,4 @@
-"""A small Llama, trained for a few seconds on a small text: weights and activations of a real, if modest, kind."""
+"""Small Llamas: random ones, and one trained for seconds on a text, of weights and activations of a real kind."""
 
 import dataclasses
 import importlib.util
@@ -48,6 +48,28 @@ class TinyLlama:
             loss = model.eval()(input_ids=self.held, labels=self.held).loss.item()
         model.train(was)
         return loss
+
+
+def small_llama(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    """Random weights: two blocks of 48 features, where the options of its config say no other."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 90, "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128,
+    }  # fmt: skip
+    return LlamaForCausalLM._from_config(LlamaConfig(**{**sizes, **options}), dtype=dtype).eval()
+
+
+def save_tokenizer(folder: Any) -> None:
+    """Of the letters of TEXT, into a model's folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(sorted(set(TEXT)))}, unk_token=" "))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters, unk_token=" ", pad_token=" ").save_pretrained(folder)
 
 
 def train(steps: int = 200) -> TinyLlama:

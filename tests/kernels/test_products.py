@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from tests.common import (
+    MASKS,
+    Graphs,
     Plan,
     assert_graph_of_layers,
     assert_other_tensors_are_refused,
     assert_same_bits,
     each_token,
     needs_capture,
+    torch_threads,
 )
-from tests.kernels.codecs import CODECS, EVERY_ROWS, ROWS, Codec, Rows
+from tests.kernels.codecs import CODECS, EVERY_ROWS, ROWS, Codec, OfCodes, Rows, assert_same_bytes
 
 pytestmark = pytest.mark.usefixtures("keys_of_the_codec")
 
@@ -57,6 +60,19 @@ def test_integers_are_exact(codec: Codec, device: str) -> None:
             assert_same_bits(made.linear(xs.to(device)) + 0, ys)
 
 
+@where_they_run(EVERY_ROWS, "cpu")
+def test_same_bits_for_any_number_of_threads(codec: Codec, device: str, cpu_path: str) -> None:
+    w, x, found = codec.source(500, 1000, 0.4), codec.x(45, 1000), []
+    several = (5, 12, 45) if codec.format == "bitmap" and cpu_path != "scalar" else ()  # others leave them to torch
+    for threads in (1, 2, 3):
+        with torch_threads(threads):
+            made = codec.packed(w, device)
+            found.append([*made.tensors().values(), *(made.linear(x[:tokens]) for tokens in (1, 2, 4, *several))])
+    for other in found[1:]:
+        for got, wanted in zip(other, found[0], strict=True):
+            assert_same_bits(got, wanted)
+
+
 @each_of_rows
 @pytest.mark.usefixtures("cpu_path")
 def test_nan_and_inf_reach_only_their_row(codec: Codec, device: str) -> None:
@@ -73,6 +89,17 @@ def test_nan_and_inf_reach_only_their_row(codec: Codec, device: str) -> None:
         assert_same_bits(many[:, [20, 39]], y[[20, 39]].expand(tokens, 2))
 
 
+@where_they_run(codec for codec in (*CODECS, *ROWS) if codec.is_sparse)
+@pytest.mark.parametrize("kind", MASKS)
+def test_uneven_masks(codec: Codec, device: str, kind: str) -> None:
+    x = codec.x(200, 1500)
+    for density in (0.03, 0.3, 0.7):
+        source = codec.source(900, 1500, density, kind=kind)
+        made = codec.packed(source, device)
+        for count in (1, 8, 40, 200):
+            codec.assert_close(made.linear(x[:count].to(device)), source, x[:count])
+
+
 @each_format
 @pytest.mark.parametrize("tokens", [1, 8, 9, 64, 65, 300])
 def test_a_token_does_not_depend_on_the_others(codec: Codec, device: str, tokens: int) -> None:
@@ -82,6 +109,15 @@ def test_a_token_does_not_depend_on_the_others(codec: Codec, device: str, tokens
     y, kept = made.linear(x), [token for token in range(tokens) if token not in touched]
     assert isinstance(codec, Rows) or y[touched[-1]].isnan().all()  # which leave out columns
     assert_same_bits(y[kept], alone[kept])
+
+
+@where_they_run(codec for codec in (*CODECS, *ROWS) if not isinstance(codec, OfCodes))
+def test_a_weight_of_any_stride_and_alignment(codec: Codec, device: str) -> None:
+    w = codec.source(140, 1204).to(device)
+    for view in (w.t(), w[:, 1::2], w[3:, 5:], w.reshape(-1)[1:601].view(2, 300)):
+        made = codec.packed(view, device)
+        assert_same_bytes(made, codec.packed(view.clone(memory_format=torch.contiguous_format), device))
+        assert_same_bits(made.to_dense(), codec.dense(view))
 
 
 @each_format
@@ -156,14 +192,9 @@ def test_graph_of_layers(codec: Codec, device: str, tokens: int) -> None:
 @each_format
 def test_compiles_once_for_every_number_of_tokens(codec: Codec, device: str) -> None:
     made, bias = codec.packed(codec.for_products(96, 128, rare=0.0), device), codec.x(96).to(device)
-    graphs = []
-
-    def count(graph: torch.fx.GraphModule, inputs: list) -> object:
-        graphs.append(graph)
-        return graph.forward
-
+    graphs = Graphs()
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: made.linear(x, bias), fullgraph=True, dynamic=True, backend=count)
+    compiled = torch.compile(lambda x: made.linear(x, bias), fullgraph=True, dynamic=True, backend=graphs)
     # Torch takes sizes that are equal at first for the same size: no tensor of a format has one of 5.
     for tokens in (5, 2, 3, 8, 17, 64, 300):
         x = codec.x(tokens, 128).to(device)

@@ -17,7 +17,6 @@ from macko.weights import MackoWeight, SellWeight, TileWeight
 from tests import layouts
 from tests.common import (
     HALVES,
-    MASKS,
     Plan,
     assert_same_bits,
     compiled,
@@ -56,10 +55,6 @@ def assert_close(y: Tensor, w: Tensor, x: Tensor, bias: Tensor | None = None) ->
     Tile(w.dtype, 0).assert_close(y, w, x, bias)
 
 
-def tokens_of(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
-    return random_vector(*shape, dtype=dtype)
-
-
 def packed(w: Tensor, device: str = "cuda", delta_bits: int = 4) -> TileWeight:
     return TileWeight.from_dense(w.to(device), delta_bits)
 
@@ -72,7 +67,7 @@ def test_every_number_of_tokens_up_to_330(rows: int, cols: int, copy: str, dtype
     plan(f"copy={copy},tile_tokens=1000")
     w, x, bias = (
         random_weight(rows, cols, 0.5, dtype),
-        tokens_of(330, cols, dtype=dtype),
+        random_vector(330, cols, dtype=dtype),
         random_vector(rows, dtype=dtype),
     )
     exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
@@ -103,7 +98,7 @@ def test_every_way_to_run_many_tokens(way: str, dtype: torch.dtype, plan: Plan) 
         exact_w, exact_x, exact_y = integer_problem(rows, cols, density, dtype)
         tile, exact = packed(w), packed(exact_w)
         for count in (65, 96, 128, 129, 160, 161, 193, 256, 257, 288, 320, 480, 600, 641):
-            x = tokens_of(count, cols, dtype=dtype)
+            x = random_vector(count, cols, dtype=dtype)
             poison = torch.full((count, rows), float("nan"), dtype=dtype, device="cuda")
             del poison  # the output gets its memory
             y = tile.linear(x.cuda(), bias.cuda())
@@ -188,15 +183,6 @@ def test_a_large_product_many_times(way: str, density: float, plan: Plan) -> Non
         graph.replay()
         wrong.append((captured != y).any())
     assert not torch.stack(wrong).any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", MASKS)
-def test_uneven_masks(kind: str) -> None:
-    for density in (0.03, 0.3, 0.7):
-        w, x = random_weight(900, 1500, density, torch.float16, kind=kind), tokens_of(200, 1500)
-        for count in (1, 8, 40, 200):
-            assert_close(packed(w).linear(x[:count].cuda()), w, x[:count])
 
 
 @pytest.mark.gpu
@@ -367,8 +353,8 @@ int check_plans(uint64_t seed, int count, macko_slab_many_problem *p, macko_slab
 
 /* 33 and 64 tokens have the same plan, also where L2 holds the ones and not the others. */
 int check_up_to_64(void) {
-    for (int64_t rows = 64; rows <= 30000; rows = rows * 3 / 2 + 17)
-        for (int64_t cols = 2000; cols < 200000; cols = cols * 5 / 4 + 13) {
+    for (int64_t rows = 64; rows <= 30000; rows = rows * 2 + 17)
+        for (int64_t cols = 2000; cols < 200000; cols = cols * 4 / 3 + 13) {
             macko_slab_many_problem p = {rows, cols, 33, {0}};
             for (int k = 0; k < MACKO_SLAB_MANY_NUM_SHAPES; k++) p.clusters[k] = 66;
             macko_slab_many_plan few, more;
@@ -574,7 +560,7 @@ def test_a_value_just_outside_is_refused(device: str, size: dict[str, int]) -> N
 
 
 def test_a_canonical_weight_that_lies_is_not_laid_out() -> None:
-    canonical = MackoWeight.from_dense(tokens_of(3, 50))
+    canonical = MackoWeight.from_dense(random_vector(3, 50, dtype=torch.float16))
     with pytest.raises(RuntimeError, match="delta_bits is 3"):
         layouts.tile_pack(*canonical.tensors().values(), 50, 3)
     with pytest.raises(RuntimeError, match="macko::lay_out: deltas put entry"):
@@ -608,7 +594,7 @@ def test_sparsify_for_batches() -> None:
     assert formats_of(model) == {"tile"}
     assert set(dict(model.up.named_buffers())) == {"data", "offsets"}  # and no second copy
     for tokens in (1, 7, 300):
-        x = tokens_of(tokens, 256).cuda()
+        x = random_vector(tokens, 256, dtype=torch.float16).cuda()
         torch.testing.assert_close(model(x), dense(x), rtol=1e-2, atol=1e-2)
     model.cpu()
     assert "tile" not in formats_of(model)

@@ -434,8 +434,8 @@ def test_nothing_to_do_is_no_success(dense: Path, tmp_path: Path, capsys: Any) -
 
 def test_a_slip_in_ignore_does_not_prune_the_head(dense: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
-    for command, more in (("prune", MAGNITUDE), ("convert", ())):
-        slip = [command, str(dense), str(out), *more, "--ignore", "lm_haed"]
+    for command, method in (("prune", MAGNITUDE), ("convert", ())):
+        slip = [command, str(dense), str(out), *method, "--ignore", "lm_haed"]
         refused(slip, "ignore has 'lm_haed', which matches no linear layer", capsys)
     assert not out.exists()
     for more, changed in ((["--ignore", "*.mlp.*"], 8), (["--ignore"], 15)):

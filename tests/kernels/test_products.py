@@ -63,11 +63,13 @@ def test_integers_are_exact(codec: Codec, device: str) -> None:
 @where_they_run(EVERY_ROWS, "cpu")
 def test_same_bits_for_any_number_of_threads(codec: Codec, device: str, cpu_path: str) -> None:
     w, x, found = codec.source(500, 1000, 0.4), codec.x(45, 1000), []
-    several = (5, 12, 45) if codec.format == "bitmap" and cpu_path != "scalar" else ()  # others leave them to torch
+    several: tuple[int, ...] = ()  # most leave them to torch, whose float32 sums differ by its threads
+    if codec.format == "bitmap":
+        several = (2, 4) if cpu_path == "scalar" else (2, 4, 5, 12, 45)
     for threads in (1, 2, 3):
         with torch_threads(threads):
             made = codec.packed(w, device)
-            found.append([*made.tensors().values(), *(made.linear(x[:tokens]) for tokens in (1, 2, 4, *several))])
+            found.append([*made.tensors().values(), *(made.linear(x[:tokens]) for tokens in (1, *several))])
     for other in found[1:]:
         for got, wanted in zip(other, found[0], strict=True):
             assert_same_bits(got, wanted)

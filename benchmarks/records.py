@@ -238,8 +238,9 @@ def experts() -> Lines:
         if line["kernel"] != "sparse11"  # of a mask that auto leaves
     ]
     gains = against(lines, {"kernel": "grouped_mm"}, "model", "shape", "batch", value="median_us")
-    whole = [line | {"shape": "whole module, over vLLM's"} for line in lines if "rows" not in line]
-    gains += against(whole, {"kernel": "vllm"}, "model", "shape", "batch", value="median_us")
+    whole = read(H100 / "experts.jsonl", "model", "batch", "kernel", "commit", what="whole")
+    whole = against(whole, {"kernel": "vllm"}, "model", "batch", "commit", value="median_us")
+    gains += [line | {"shape": "whole module, over vLLM's"} for line in whole if "gain" in line]
     return wide(gains, "{model} {shape}", "{kernel} {batch}")
 
 
@@ -345,17 +346,18 @@ def headline() -> Lines:
 def sparsity(folder: Path = H200) -> Lines:
     """By sparsity: a token of generate() as one waits for it, and as long as it keeps the GPU busy; over dense of the
     same run."""
-    path, key = folder / "sparsity.jsonl", ("model", "sparsity", "commit")
+    path, key = folder / "sparsity.jsonl", ("model", "sparsity", "tokens", "commit")
     busy = {tuple(line[name] for name in key): line["us"] / 1e3 for line in read(path, kernel="busy")}
     lines = read(path, *key, what="decode", ms=...)
     for line in lines:
         zeros = f"{line['sparsity']:.0%} zero" if line["sparsity"] else line["model"]
+        zeros += ", `tokens=1`" if line["tokens"] == 1 else ""
         line |= {"title": zeros, "busy_ms": busy.get(tuple(line[name] for name in key)), "speed": 1e3 / line["ms"]}
     for line in against(lines, {"model": "dense"}, "batch", "commit"):
         line |= {"then": line["dense_speed"]} if "faster" in line else {}
         if line["busy_ms"] and line.get("dense_busy_ms"):
             line["busy_gain"] = line["dense_busy_ms"] / line["busy_ms"]
-    return ranked(newest(lines, "model", "sparsity"), "sparsity")
+    return ranked(newest(lines, "model", "sparsity", "tokens"), "sparsity")
 
 
 def logits() -> Lines:

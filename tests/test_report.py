@@ -61,7 +61,7 @@ def test_a_page_asks_for_what_there_is(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_ratio_by_sparsity_is_over_dense_of_its_own_run(tmp_path: Path) -> None:
     runs = {"old": {0.0: 8, 0.5: 4, 0.7: 2}, "new": {0.0: 6, 0.5: 3}}
-    about, some = {"what": "decode", "batch": 1}, []
+    about, some = {"what": "decode", "batch": 1, "tokens": None}, []
     for of, times in runs.items():
         for zeros, ms in times.items():
             some.append({**about, "model": "sparse" if zeros else "dense", "sparsity": zeros, "ms": ms, "commit": of})

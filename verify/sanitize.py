@@ -122,10 +122,10 @@ def by_owner(found: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def place_of(report: str) -> str:
-    """What is wrong, and where: its first line, with the line that names a kernel."""
+    """What is wrong, and where: its first line, with the line that names a kernel; of a race the other accesses too."""
     title = re.sub(r"0x[0-9a-f]+", "0x", report.splitlines()[0])
-    at = re.search(r"\bin (\S+\.cuh?:\d+)", report)
-    return f"{title[:160]}{f' in {at[1]}' if at else ''}"
+    places = list(dict.fromkeys(re.findall(r"\bin (\S+\.cuh?:\d+)", report)))[: 4 if "Race" in title else 1]
+    return f"{title[:160]}{' in ' if places else ''}{' and '.join(places)}"
 
 
 def commit() -> str:

@@ -191,6 +191,8 @@ def test_8_bits_of_compressed_tensors_keep_codes_and_scales(kind: str, tmp_path:
         ("packed", {"weight_shape": torch.empty(2**33, 0, dtype=torch.int64)}, "two whole numbers"),  # as a list 64 GB
         ("int", {"weight": torch.empty(2**33, 0).char(), "weight_scale": torch.ones(1)}, "layers.0.mlp.up_proj: "),
         ("int", {"weight_scale": None}, "layers.0.mlp.up_proj: it has 8 bits, and no weight_scale"),
+        ("int", {"weight": None}, "layers.0.mlp.up_proj: it has weight_scale, and none of weight"),
+        ("packed", {"weight_packed": None}, "layers.0.mlp.up_proj: it has weight_s"),
         ("int", {"weight_scale": -torch.ones(256, 1)}, "model.layers.0.mlp.up_proj: scales have numbers"),
         ("int", {"num_bits": 4}, "4 bits a weight in the format None"),
         ("int", {"strategy": "group"}, "weights of strategy 'group'"),
@@ -245,7 +247,11 @@ def test_what_lies_about_codes_under_a_mask_is_refused(tmp_path: Path, capsys: p
         assert message in error
         assert name in error
         assert not (tmp_path / "out").exists()
-    save_file({key: tensor for key, tensor in whole.items() if key != f"{name}.compressed"}, file, PT)
+    for part in ("bitmask", "shape", "compressed"):
+        save_file({key: tensor for key, tensor in whole.items() if key != f"{name}.{part}"}, file, PT)
+        assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out")]) == 1, part
+        assert f"{name}: " in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
     assert main(["inspect", str(tmp_path / "in")]) == 1
     assert capsys.readouterr().err == f"macko inspect: {name}: there is no tensor {name}.compressed\n"
 

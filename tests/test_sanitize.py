@@ -103,7 +103,7 @@ def test_what_a_tool_says_is_counted(compute_sanitizer: Path, what: str) -> None
     if what == "dropped records, of ours before":
         assert len(line["errors"]) == 3
     if what == "a race":
-        assert [place.rpartition(" in ")[2] for place in line["errors"]] == ["spmv_cuda.cu:287"]
+        assert [place.rpartition(" in ")[2] for place in line["errors"]] == ["spmv_cuda.cu:287 and spmv_cuda.cu:281"]
 
 
 def test_tools_at_once_share_the_processes(compute_sanitizer: Path) -> None:

@@ -171,6 +171,9 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
     with Checkpoint(source) as file:
         about = file.config.get("dtype") or file.config.get("torch_dtype")
         dtype = torch.float16 if about == "float16" else torch.bfloat16
+        for name, _, last in (key.rpartition(".") for key in file):
+            if last in (*_SCALES, *_KEYS) and not any(f"{name}.{key}" in file for key in _CODES):
+                raise ValueError(f"{name}: it has {last}, and none of {', '.join(_CODES)}")
         for path in sorted(Path(source).glob("*.safetensors")):
             keys = [key for key in open_tensors(path).keys() if key in file]  # noqa: SIM118  the index may name others
 

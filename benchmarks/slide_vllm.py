@@ -139,21 +139,6 @@ def listen() -> list[str]:
     return found
 
 
-def gpu_seconds(call: Callable[[], Any]) -> float | None:
-    """How long any kernel ran while this was called; None where there is no GPU."""
-    if not torch.cuda.is_available():
-        return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    on_gpu = (event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA)
-    busy = end = 0.0
-    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in on_gpu):
-        busy += max(0.0, stop - max(end, start))
-        end = max(end, stop)
-    return busy / 1e6
-
-
 def measure(side: str, args: argparse.Namespace, pipe: Any) -> None:
     """Sends a line for each time that is measured of the side, and at the end its tokens."""
     import vllm
@@ -187,13 +172,12 @@ def measure(side: str, args: argparse.Namespace, pipe: Any) -> None:
 
     for tokens in args.prefill:
         call = run(max(1, tokens // PROMPT), min(tokens, PROMPT), 1)
-        send("prefill", tokens, min(runs.seconds(call, on_gpu)), gpu_seconds(call))
+        send("prefill", tokens, min(runs.seconds(call, on_gpu)), runs.gpu_seconds(call))
     for count in args.decode:
         longer, shorter = run(count, SHORT, 1 + NEW), run(count, SHORT, 1)
         seconds = runs.difference(longer, shorter, on_gpu)
-        more, less = gpu_seconds(longer), gpu_seconds(shorter)
-        gpu = None if more is None or less is None else (more - less) / NEW
-        send("decode", count, None if seconds is None else seconds / NEW, gpu)
+        gpu = runs.gpu_difference(longer, shorter)
+        send("decode", count, None if seconds is None else seconds / NEW, None if gpu is None else gpu / NEW)
     found = engines.generate(llm, 4, SHORT, NEW)
     pipe.send({"what": "tokens", "token_ids": [list(each.outputs[0].token_ids) for each in found], **about})
 

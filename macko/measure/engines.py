@@ -16,6 +16,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,18 +239,22 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
     about |= runs.about_run(options, "source", "format", "values")
     about["weights_dtype"] = options.weights_dtype if makes else None  # other sides' dummies are vLLM's
 
-    def send(result: Result) -> None:
-        pipe.send((result, {**dataclasses.asdict(result), **about}))
+    def send(result: Result, gpu: float | None) -> None:
+        """gpu: the seconds of it that kernels ran; the rest is the engine's own, which few layers do not hide."""
+        pipe.send((result, {**dataclasses.asdict(result), "gpu_ms": None if gpu is None else gpu * 1e3, **about}))
 
     for batch in options.batch:
         prompt, new = options.prompt_tokens[0], options.new_tokens
-        more, less = (lambda count=count: generate(llm, batch, prompt, count) for count in (1 + new, 1))  # noqa: B023
-        seconds = runs.difference(more, less, on_gpu)
-        per_token = None if seconds is None else seconds / new
-        send(runs.result(side, "decode", batch, prompt, batch, per_token, nbytes))
+        more, less = (partial(generate, llm, batch, prompt, count) for count in (1 + new, 1))
+        seconds, gpu = (
+            None if found is None else found / new
+            for found in (runs.difference(more, less, on_gpu), runs.gpu_difference(more, less))
+        )
+        send(runs.result(side, "decode", batch, prompt, batch, seconds, nbytes), gpu)
     for prompt in options.prompt_tokens:
-        seconds = min(runs.seconds(lambda prompt=prompt: generate(llm, 1, prompt, 1), on_gpu, 3))  # type: ignore[misc]
-        send(runs.result(side, "prefill", 1, prompt, prompt, seconds, nbytes))
+        call = partial(generate, llm, 1, prompt, 1)
+        seconds = min(runs.seconds(call, on_gpu, 3))
+        send(runs.result(side, "prefill", 1, prompt, prompt, seconds, nbytes), runs.gpu_seconds(call))
     pipe.send((None, {**dataclasses.asdict(side), **_tokens(llm, options), **about}))
 
 

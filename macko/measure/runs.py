@@ -206,3 +206,24 @@ def seconds(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> list[float
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     gc.collect()
     return timeit.repeat(lambda: (call(), wait()), wait, repeat=1 + calls, number=1)[1:]
+
+
+def gpu_seconds(call: Callable[[], Any]) -> float | None:
+    """How long any kernel ran while this was called, by torch's profiler; None where there is no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    on_gpu = (event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA)
+    busy = end = 0.0
+    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in on_gpu):
+        busy += max(0.0, stop - max(end, start))
+        end = max(end, stop)
+    return busy / 1e6
+
+
+def gpu_difference(longer: Callable[[], Any], shorter: Callable[[], Any]) -> float | None:
+    """How much longer the GPU is busy with one call than with another; None where there is no GPU."""
+    more, less = gpu_seconds(longer), gpu_seconds(shorter)
+    return None if more is None or less is None else more - less

@@ -66,7 +66,7 @@ FAULTS = (
           "tests/test_macko.py::test_zeros_at_the_end_of_a_row_are_not_stored"),
     Fault("a share may have half slabs of two tiles of which a block has none", "csrc/slab/many_plan.c",
           "if (s->split_k > 1 && left == 1 && count == 2) return false;", "",
-          "tests/kernels/test_tile.py::test_plans_cover_every_half_slab_once_and_wait_for_nobody_later"),
+          "tests/kernels/test_tile.py::test_of_two_tiles_that_a_share_has_half_slabs_of_both_blocks_have_some"),
     Fault("split tiles are thought to cost no more beyond L2", "csrc/slab/many_plan.c", "max_of(112, 105 + over / 2)",
           "112", "tests/kernels/test_tile.py::test_tiles_are_split_only_where_it_pays_beyond_l2"),
     Fault("what is given comes before whole tiles", "csrc/slab/schedule.h", "const bool whole = half < share->whole;",

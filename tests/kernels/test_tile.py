@@ -351,6 +351,21 @@ int check_plans(uint64_t seed, int count, macko_slab_many_problem *p, macko_slab
     return 0;
 }
 
+/* Of a share with an end and a beginning both blocks have something. Of all dealings, as few are ever the best. */
+int check_dealings(void) {
+    for (int half_slabs = 2; half_slabs <= 6; half_slabs++)
+        for (int clusters = 2; clusters <= 9; clusters++)
+            for (int i = 0; i < 6 * 5 * 4 * 4 * 2; i++) {
+                const split_work work = {clusters, 1 + i % 6, half_slabs, 2, false, 0, {0}};
+                const dealing how = {1 + i / 6 % 5, 1 + i / 30 % 4, 1 + i / 120 % 4, 1 + i / 480 * 4};
+                int shares[MACKO_SLAB_MOST_CLUSTERS + 1];
+                if (!deal(&work, &how, shares)) continue;
+                for (int k = 0; k < clusters; k++)
+                    EXPECT(40, shares[k] % half_slabs != half_slabs - 1 || shares[k + 1] - shares[k] != 2);
+            }
+    return 0;
+}
+
 /* 33 and 64 tokens have the same plan, also where L2 holds the ones and not the others. */
 int check_up_to_64(void) {
     for (int64_t rows = 64; rows <= 30000; rows = rows * 2 + 17)
@@ -531,6 +546,10 @@ def test_plans_cover_every_half_slab_once_and_wait_for_nobody_later(plans: ctype
 @pytest.mark.parametrize("kilobytes", [48, 99, 163, 227])
 def test_planned_stages_fit_shared_memory(plans: ctypes.CDLL, kilobytes: int) -> None:
     assert plans.check_stages(kilobytes * 1024) == 0
+
+
+def test_of_two_tiles_that_a_share_has_half_slabs_of_both_blocks_have_some(plans: ctypes.CDLL) -> None:
+    assert plans.check_dealings() == 0
 
 
 def test_a_plan_does_not_depend_on_how_many_of_64_tokens_there_are(plans: ctypes.CDLL) -> None:

@@ -428,7 +428,8 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     ),
     "wheel": (
         records.wheels,
-        paragraph("A wheel of the CPU kernels alone: {mb:.1f} MB, installed {installed_mb:.1f} MB (commit {commit})."),
+        lambda lines: "\n".join(paragraph("A wheel of {kernels}: {mb:.1f} MB, installed {installed_mb:.1f} MB "
+                                          "(commit {commit}).")([line]) for line in lines),
     ),
     "models": (
         lambda: read(H200 / "models.jsonl", "step", step=LOADED),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import json
 import math
@@ -318,12 +319,14 @@ def convert(options: argparse.Namespace) -> None:
         return
     if elsewhere := Options(options.format).not_on(torch.device(device)):
         config.format = "macko"  # which is what the file of a layout holds
-    with unfinished(options.target, source, partial(_say, options), shrinks=True) as work:
+    with unfinished(options.target, source, partial(_say, options), shrinks=True, copies=2) as work:
         more = {"dtype": torch.bfloat16} if _to_bfloat16(options, source) else {}
         model = load_packed(source, config, device, work, **more)
         config.format = options.format
         _save(model, model.hf_quantizer.report, options, source, work / "result")
         sizes = _sizes(source, work / "result")
+        del model
+        gc.collect()  # on NFS files that it maps are there until then, and keep the folder
     print(f"{options.target}: {sizes}. The table says what the layers hold in memory.")
     if elsewhere:
         print(f"It is to be loaded on another device: {elsewhere}")

@@ -599,7 +599,7 @@ def on_disk(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
             file.seek(begin)
             file.write(_content(tensor).data)
         file.truncate(ends[-1])
-    content = np.memmap(path, mode="c")
+    content = torch.from_file(str(path), shared=False, size=ends[-1], dtype=torch.uint8).numpy()  # keeps no file open
     path.unlink()
     return {
         # Each with a storage of its own: what shares one is taken for tied, and copied.

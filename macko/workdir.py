@@ -132,6 +132,7 @@ def unfinished(
     begun: dict[str, Any] | None = None,
     resume: bool = False,
     shrinks: bool = False,
+    copies: int = 1,
 ) -> Iterator[Path]:
     """OUT.unfinished, beside OUT. What is written to its result/ becomes OUT in the end, all at once.
 
@@ -144,6 +145,7 @@ def unfinished(
             stopped and there is something in its layers/.
         resume: whether to go on where a run with the same `begun` was stopped.
         shrinks: whether OUT may be smaller than IN; then too little space is no error.
+        copies: what is written besides and kept until the end, and OUT, in sizes of IN.
 
     Raises:
         ValueError: another process writes there, the run to resume was another one, or there is too little space.
@@ -172,10 +174,10 @@ def unfinished(
         try:
             if begun is not None:
                 _write_whole(about, json.dumps(begun))
-            if missing := _missing_space(target, source, work, 1 if begun is None else 2):
+            if missing := _missing_space(target, source, work, copies if begun is None else 2):
                 if not shrinks:
                     raise ValueError(missing)
-                say(f"{missing}, as much as {source}; the more zeros, the less")
+                say(f"{missing}; the more zeros, the less")
             yield work
             _share(result)
             _put(result, out)

@@ -29,9 +29,11 @@ import macko
 from macko.choose.patterns import PATTERNS, matching_patterns, pattern_names
 from macko.choose.times import packed_share
 from macko.cli import main
+from macko.files import on_disk
 from macko.measure import bench, engines, runs
 from macko.nn.report import format_bytes
 from macko.pruning.prune import METHODS
+from macko.weights.codes import KINDS
 from tests.common import assert_same_bits, compressed_config, edited, random_weight
 from tests.tiny_llama import TEXT, TinyLlama, needs_transformers, save_tokenizer, small_llama
 
@@ -491,6 +493,49 @@ def broken_save(error: BaseException) -> Callable[..., None]:
         raise error
 
     return save
+
+
+def test_a_full_disk_while_layers_are_packed_is_told(dense: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["prune", str(dense), str(tmp_path / "source"), *MAGNITUDE]) == 0
+    calls = []
+
+    def full(tensors: Any, folder: Path) -> Any:
+        calls.append(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("macko.integrations.transformers.on_disk", full)
+        assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--device", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert said.endswith(f"No space left on device ({tmp_path / 'out'} is not written)\n")
+    assert len(calls) == 1  # nothing is packed after that
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "source"}
+
+
+def test_packed_layers_on_disk_keep_no_file_open(tmp_path: Path) -> None:
+    """A process may have 1,024, a model more layers."""
+    tensors = {"a": torch.arange(5).bfloat16(), "b": torch.empty(0), "c": torch.ones(3, 4).char()}
+    open_before = len(os.listdir("/proc/self/fd"))
+    held = [on_disk(tensors, tmp_path) for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert not any(tmp_path.iterdir())
+    for found in held:
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("values", ["fp8", "int8"])
+def test_converted_8_bits_say_their_kind_to_who_loads_by_name(values: str, dense: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert main(["prune", str(dense), str(tmp_path / "in"), *MAGNITUDE]) == 0
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--values", values, "--device", "cpu"]) == 0
+    state = load_file(tmp_path / "out/model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype="auto")
+    dense_there = [name for name, _ in model.named_modules() if f"{name}.scales" not in state]
+    macko.sparsify_(model, ignore=dense_there, progress=False)  # of other values
+    model.load_state_dict(state, strict=False)
+    found = {m.packed.kind for m in model.modules() if isinstance(m, macko.SparseLinear)}
+    assert found == {KINDS.index(values)}
 
 
 @pytest.mark.parametrize("command", ["prune", "convert"])

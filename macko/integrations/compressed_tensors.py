@@ -172,7 +172,7 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
         about = file.config.get("dtype") or file.config.get("torch_dtype")
         dtype = torch.float16 if about == "float16" else torch.bfloat16
         for name, _, last in (key.rpartition(".") for key in file):
-            if last in (*_SCALES, *_KEYS) and not any(f"{name}.{key}" in file for key in _CODES):
+            if last in (*_SCALES[:3], "bitmask") and not any(f"{name}.{key}" in file for key in _CODES):
                 raise ValueError(f"{name}: it has {last}, and none of {', '.join(_CODES)}")
         for path in sorted(Path(source).glob("*.safetensors")):
             keys = [key for key in open_tensors(path).keys() if key in file]  # noqa: SIM118  the index may name others
@@ -184,7 +184,7 @@ def pack_quantised(source: str | os.PathLike[str], target: Path) -> dict[str, An
                     if has_scale and last in _CODES:
                         saved = quantised(file, name, dtype).to_saved()
                         layers[name] = saved.about()
-                        yield f"{name}.weight", torch.empty(0, saved.cols, dtype=dtype)  # see macko.integrations.saving
+                        yield f"{name}.weight", saved.empty_weight()
                         yield from ((f"{name}.{field}", tensor) for field, tensor in saved.tensors().items())
                     elif f"{name}.bitmask" in file and last in _KEYS:
                         if last == "compressed":

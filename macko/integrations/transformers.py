@@ -59,11 +59,28 @@ IGNORES_SIZES: ContextVar[bool] = ContextVar("IGNORES_SIZES", default=False)
 OFFLOADS: ContextVar[bool] = ContextVar("OFFLOADS", default=False)
 #: Whether its caller looks at the keys that no file has, all of them (load_packed).
 _LOOKS_AT_KEYS: ContextVar[bool] = ContextVar("_LOOKS_AT_KEYS", default=False)
-#: Where layers are packed, and the folder in which they lie from then on, until the model is saved (load_packed).
-_PACKS_TO: ContextVar[tuple[torch.device, Path] | None] = ContextVar("_PACKS_TO", default=None)
 #: In the environment: transformers reads a tensor when its turn has come. Else threads read ahead, in the time that a
 #: layer takes to be cut all that there is: an H200 held the whole of a 7B, of which half was its part.
 _NO_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+@dataclasses.dataclass
+class _Packing:
+    """Where load_packed packs layers, the folder in which they lie from then on, and what stopped that."""
+
+    device: torch.device
+    folder: Path
+    error: OSError | None = None
+
+    def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        try:
+            return on_disk(tensors, self.folder)
+        except OSError as error:  # transformers goes on with the next layer, and says that there was something
+            self.error = error
+            raise
+
+
+_PACKING: ContextVar[_Packing | None] = ContextVar("_PACKING", default=None)
 
 
 @register_quantization_config("macko")
@@ -330,13 +347,17 @@ class MackoHfQuantizer(HfQuantizer):
         if weight.shape != expected.shape:
             return False  # transformers then says that the checkpoint is of another size
         config = self.quantization_config
-        device, folder = _PACKS_TO.get() or (None, None)
-        row, sparse = convert_weight(name, weight, config.options, config.min_sparsity, device)
+        packing = _PACKING.get()
+        if packing and packing.error:
+            return False
+        row, sparse = convert_weight(
+            name, weight, config.options, config.min_sparsity, packing.device if packing else None
+        )
         self.report.layers.append(row)
         if sparse is None:
             return False
-        if folder is not None:
-            _put_on_disk(sparse, folder)
+        if packing:
+            _put_on_disk(sparse, packing)
         sparse.bias = module.bias  # may still be to come
         sparse._is_hf_initialized = True
         for parent, attribute in layer.places:
@@ -351,18 +372,20 @@ class MackoHfQuantizer(HfQuantizer):
         expected = module._parameters[key]
         if weight.shape != getattr(expected, "_local_tensor", expected).shape:  # of a DTensor this process' part
             return False  # transformers then says that the checkpoint is of another size
-        device, folder = _PACKS_TO.get() or (None, None)
+        packing = _PACKING.get()
+        if packing and packing.error:
+            return False
         w = weight.transpose(1, 2) if module.is_transposed else weight
         row = LayerReport(name, tuple(w.shape), None, "dense", w.nbytes, w.nbytes, linear=False)
         self.report.layers.append(row)
         left = next((r for r in self.report.layers if r.name.rpartition(".")[0] == layer and r.reason), None)
         options = config.options
         row.reason = (left.reason if left else "") or not_stacked(options)
-        w = w if row.reason or device is None else w.to(device)
+        w = w if row.reason or packing is None else w.to(packing.device)
         row.reason = row.reason or unsupported(w.dtype, w.device) or options.not_on(w.device)
         stack: Stack | None = None if row.reason else stack_of(w, row, options, config.min_sparsity)
-        if stack is not None and folder is not None:
-            mapped = on_disk(stack.packed.tensors(), folder)
+        if stack is not None and packing is not None:
+            mapped = packing.on_disk(stack.packed.tensors())
             stack = dataclasses.replace(stack, packed=stack.packed.replace(**mapped))
         if stack is None:
             if isinstance(module, SparseExperts):
@@ -444,9 +467,11 @@ class MackoHfQuantizer(HfQuantizer):
         if self._experts and not _LOOKS_AT_KEYS.get():
             raise ValueError(f"the checkpoint has no {next(iter(self._experts))}: the experts would be random")
         self._experts.clear()
-        if at := _PACKS_TO.get():
+        if packing := _PACKING.get():
+            if packing.error:
+                raise packing.error
             for name in [n for n, module in model.named_modules() if saved_by_expert(n, module)]:
-                _unfold_on_disk(model, name, *at)
+                _unfold_on_disk(model, name, packing)
         missing = [name for name in self._found if not _starts_anew(model, name)]
         if missing and not _LOOKS_AT_KEYS.get():
             more = f", nor of {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -579,23 +604,23 @@ def _cut(model: Any, name: str, layer: SparseLinear) -> None:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-def _put_on_disk(module: nn.Module, folder: Path) -> None:
-    """Has the sparse layers in a module hold what files do, mapped from a file in the folder."""
+def _put_on_disk(module: nn.Module, packing: _Packing) -> None:
+    """Has the sparse layers in a module hold what files do, mapped from a file."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, SparseLinear)}
     with states_for_files():
         weights: dict[str, Any] = {name: in_state(layer.packed) for name, layer in layers.items()}
-    mapped = on_disk({join(n, key): t for n, weight in weights.items() for key, t in weight.tensors().items()}, folder)
+    mapped = packing.on_disk({join(n, key): t for n, weight in weights.items() for key, t in weight.tensors().items()})
     for name, layer in layers.items():
         layer._hold(weights[name].replace(**{key: mapped[join(name, key)] for key in weights[name].tensor_names}))
 
 
-def _unfold_on_disk(model: Any, name: str, device: torch.device, folder: Path) -> None:
+def _unfold_on_disk(model: Any, name: str, packing: _Packing) -> None:
     """Puts packed experts into the model one by one, as files have them, on disk."""
     experts = model.get_submodule(name)
-    unfolded = UnfoldedExperts(experts.to(device))
+    unfolded = UnfoldedExperts(experts.to(packing.device))
     for key in experts.packed_stacks():
         del experts._modules[f"{key}_packed"]
-    _put_on_disk(unfolded, folder)
+    _put_on_disk(unfolded, packing)
     put(model, name, unfolded)
 
 
@@ -624,7 +649,8 @@ def load_packed(
     """The model of a dense or compressed-tensors folder, packed as it is read, to be saved; its class is the saved one.
 
     In memory there is one layer at a time, or one module of experts. All that is packed lies, as files hold it, in
-    files of a folder that are gone with the model; all else in those of the source, but for what changes its dtype.
+    files of a folder that are gone with the model; all else in those of the source, but for what changes its dtype and
+    for experts that stay dense, which transformers joins.
 
     Args:
         device: where each layer is packed; the model is on the CPU.
@@ -634,7 +660,7 @@ def load_packed(
             no such model.
     """
     source, before = os.fspath(source), os.environ.get(_NO_ASYNC)
-    token = _PACKS_TO.set((torch.device(device), folder))
+    token = _PACKING.set(packing := _Packing(torch.device(device), folder))
     os.environ[_NO_ASYNC] = "1"
     try:
         with readable(source), Checkpoint(source) as file:
@@ -651,8 +677,12 @@ def load_packed(
             dtype = options.pop("dtype", about.dtype) or next(stored, None)
             state = lazy_state(file)
             return _whole(source, kind, None, config=about, state_dict=state, dtype=dtype, **options)
+    except RuntimeError as error:
+        if packing.error is not None:
+            raise packing.error from error
+        raise
     finally:
-        _PACKS_TO.reset(token)
+        _PACKING.reset(token)
         del os.environ[_NO_ASYNC]
         os.environ |= {_NO_ASYNC: before} if before is not None else {}
 

@@ -254,6 +254,10 @@ class Macko8Weight(PackedWeight):
     kind: int
     source: int
 
+    @property
+    def _dtype_in_files(self) -> torch.dtype:
+        return codes.TYPES[self.kind]
+
     @classmethod
     def from_bytes(cls, weight: ByteWeight) -> Macko8Weight:
         """What files hold of a weight, on the CPU; of one on meta nothing."""

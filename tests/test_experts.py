@@ -141,6 +141,16 @@ def expected_sum(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return total.to(x.dtype)
 
 
+@pytest.mark.parametrize("device", devices())
+def test_random_experts_within_the_bound(device: str) -> None:
+    torch.manual_seed(0)
+    counts, cols = [7, 0, 20, 1, 112], 300
+    w, x = torch.randn(5, 96, cols).bfloat16() * 0.05, torch.randn(sum(counts), cols).bfloat16()
+    y, wanted = product(x.to(device), stacked(w.to(device), "dense12"), 96, counts), expected(x, w, ends_of(counts))
+    bound = expected(x.abs(), w.abs(), ends_of(counts)) * cols * 2.0**-24 + wanted.abs() * 2.0**-8
+    assert ((y.double().cpu() - wanted).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("hazard", PAIRS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
 @pytest.mark.parametrize("device", devices())

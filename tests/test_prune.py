@@ -497,6 +497,16 @@ def test_methods_that_look_at_data_lose_less_of_a_real_model(monkeypatch: pytest
     assert 0 < loss["sparsegpt"] < loss["wanda"] < loss["magnitude"], loss
 
 
+@needs_transformers
+@pytest.mark.parametrize("method", CALIBRATED)
+def test_same_batches_same_bits(tiny_llama: TinyLlama, method: str) -> None:
+    first, second = copy.deepcopy(tiny_llama.model), copy.deepcopy(tiny_llama.model)
+    for model in (first, second):
+        macko.prune_(model, 0.6, method, calibration=[{"input_ids": batch} for batch in tiny_llama.calibration])
+    for name, wanted in first.state_dict().items():
+        assert_same_bits(second.state_dict()[name], wanted)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", CALIBRATED)
 def test_only_one_block_at_a_time_goes_to_the_gpu(method: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from macko.cli import parser
 from macko.measure.bench import generate, measure_all, run
-from macko.measure.runs import Line, Result, Side
+from macko.measure.runs import Line, Result, Side, busy_us, gpu_events
 
 
 class OneToken:
@@ -48,16 +48,12 @@ def profile_token(model: Any, prompts: Tensor, count: int, compiled: str) -> lis
     generate(model, prompts, count, compiled)
     watch = OneToken(count // 2)
     generate(model, prompts, count, compiled, streamer=watch)
-    events = [event for event in watch.profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda event: event.time_range.start)
+    events = gpu_events(watch.profile)
     kernels: dict[str, list[float]] = {}
-    busy = end = 0.0
     for event in events:
         kernels.setdefault(short(event.name), []).append(event.time_range.end - event.time_range.start)
-        busy += max(0.0, event.time_range.end - max(end, event.time_range.start))
-        end = max(end, event.time_range.end)
     rows = [{"kernel": name, "launches": len(times), "us": sum(times)} for name, times in kernels.items()]
-    rows.append({"kernel": "busy", "launches": len(events), "us": busy})
+    rows.append({"kernel": "busy", "launches": len(events), "us": busy_us(events)})
     return sorted(rows, key=lambda row: -row["us"])  # type: ignore[operator,arg-type]
 
 

@@ -18,7 +18,7 @@ from ..files import quant_method, version_of
 from ..nn.linear import SparseLinear
 from ..nn.merge import MergedLinear
 from ..nn.offload import as_in_files, check_offloadable
-from ..weights.saved import states_without_content
+from ..weights.saved import states_without_content, within
 from . import wrap
 
 
@@ -158,11 +158,8 @@ def _placed(load: Any) -> Any:
         from .transformers import OFFLOADS
 
         placing = {name: kwargs.pop(name, None) for name in PLACING}
-        token = OFFLOADS.set(True)
-        try:
+        with within(OFFLOADS):
             found = load(cls, *args, **kwargs)
-        finally:
-            OFFLOADS.reset(token)
         model, places = found[0] if isinstance(found, tuple) else found, placing["device_map"]
         kept = model._get_no_split_modules(places) if places in AUTOMATIC else ()
         dispatch(model, kept, getattr(model, "_skip_keys", None), **placing)

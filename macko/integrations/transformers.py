@@ -48,7 +48,7 @@ from ..nn.find import FoundLinear, find_linears, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
 from ..nn.report import LayerReport, Report
 from ..weights import FORMATS, PackedWeight, saved_as
-from ..weights.saved import in_state, states_for_files
+from ..weights.saved import in_state, states_for_files, within
 from . import tensor_parallel, transformers_version
 from .compressed_tensors import has_four_bits, lazy_state, sparsity_format
 from .config import Settings
@@ -707,11 +707,8 @@ def class_of(folder: str | os.PathLike[str]) -> tuple[Any, Any]:
 
 def _whole(folder: str, kind: Any, *args: Any, **options: Any) -> Any:
     """What from_pretrained gives; ValueError where it has weights that no file has."""
-    token = _LOOKS_AT_KEYS.set(True)
-    try:
+    with within(_LOOKS_AT_KEYS):
         model, loaded = kind.from_pretrained(*args, **options)
-    finally:
-        _LOOKS_AT_KEYS.reset(token)
     check_whole(model, loaded["missing_keys"], loaded["unexpected_keys"], folder)
     return model
 

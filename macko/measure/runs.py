@@ -215,12 +215,21 @@ def gpu_seconds(call: Callable[[], Any]) -> float | None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    on_gpu = (event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA)
+    return busy_us(gpu_events(profile)) / 1e6
+
+
+def gpu_events(profile: Any) -> list[Any]:
+    """The kernels and copies of a profile."""
+    return [event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def busy_us(events: Iterable[Any]) -> float:
+    """Microseconds in which any of these ran."""
     busy = end = 0.0
-    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in on_gpu):
+    for start, stop in sorted((event.time_range.start, event.time_range.end) for event in events):
         busy += max(0.0, stop - max(end, start))
         end = max(end, stop)
-    return busy / 1e6
+    return busy
 
 
 def gpu_difference(longer: Callable[[], Any], shorter: Callable[[], Any]) -> float | None:

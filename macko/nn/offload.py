@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..weights import FORMATS, PackedWeight
-from ..weights.saved import state_of
+from ..weights.saved import state_of, within
 from .experts import PackedStack
 from .find import check_model
 from .linear import SparseLinear, as_extra_state, unsupported
@@ -31,11 +31,8 @@ _ALIGNMENT = 16
 @contextlib.contextmanager
 def as_in_files() -> Iterator[None]:
     """Within it state_dicts have of each layer what files have, and not what it holds."""
-    token = _AS_IN_FILES.set(True)
-    try:
+    with within(_AS_IN_FILES):
         yield
-    finally:
-        _AS_IN_FILES.reset(token)
 
 
 class OffloadableLinear(SparseLinear):

@@ -84,23 +84,27 @@ _WITHOUT_CONTENT: ContextVar[bool] = ContextVar("_WITHOUT_CONTENT", default=Fals
 
 
 @contextlib.contextmanager
-def states_for_files() -> Iterator[None]:
-    """Within it a layer's state_dict is what macko's own files hold of it: dense12 as planes, and not as dense."""
-    token = _FOR_A_FILE.set(True)
+def within(variable: ContextVar[bool]) -> Iterator[None]:
+    """Within it the variable is True."""
+    token = variable.set(True)
     try:
         yield
     finally:
-        _FOR_A_FILE.reset(token)
+        variable.reset(token)
+
+
+@contextlib.contextmanager
+def states_for_files() -> Iterator[None]:
+    """Within it a layer's state_dict is what macko's own files hold of it: dense12 as planes, and not as dense."""
+    with within(_FOR_A_FILE):
+        yield
 
 
 @contextlib.contextmanager
 def states_without_content() -> Iterator[None]:
     """Within it state_dicts have packed weights on the meta device: for who looks at names and shapes alone."""
-    token = _WITHOUT_CONTENT.set(True)
-    try:
+    with within(_WITHOUT_CONTENT):
         yield
-    finally:
-        _WITHOUT_CONTENT.reset(token)
 
 
 def in_state(weight: PackedWeight) -> PackedWeight | Tensor:

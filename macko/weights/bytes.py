@@ -130,10 +130,6 @@ class ByteWeight(SlabWeight):
     def instead_in_files(cls) -> str:
         return Macko8Weight.format
 
-    @property
-    def _dtype_in_files(self) -> torch.dtype:
-        return codes.TYPES[self.kind]
-
     def _options(self) -> dict[str, int]:
         return {"kind": self.kind}
 

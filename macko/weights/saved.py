@@ -84,9 +84,9 @@ _WITHOUT_CONTENT: ContextVar[bool] = ContextVar("_WITHOUT_CONTENT", default=Fals
 
 
 @contextlib.contextmanager
-def within(variable: ContextVar[bool]) -> Iterator[None]:
-    """Within it the variable is True."""
-    token = variable.set(True)
+def within(variable: ContextVar[bool], value: bool = True) -> Iterator[None]:
+    """Within it the variable has the value."""
+    token = variable.set(value)
     try:
         yield
     finally:

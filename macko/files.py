@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from .choose.auto import gains_by_slabs, held_on
 from .choose.options import AUTO, Options
 from .nn.experts import saved_by_expert
-from .nn.find import check_model, tied_parameters
+from .nn.find import check_model, submodule, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
 from .nn.offload import as_in_files
 from .weights import MackoWeight, PackedWeight, saved_as
@@ -182,7 +182,7 @@ def _made_there(
     made: dict[str, PackedWeight | Tensor] = {}
     by_slabs = device.type == "cuda" and gains_by_slabs(device)
     for name, about in file.layers.items():
-        layer = _submodule(model, name)
+        layer = submodule(model, name)
         if isinstance(layer, SparseLinear) or not isinstance(layer, nn.Linear):
             continue
         if saved_as(about)[0].stands_for_dense():
@@ -192,13 +192,6 @@ def _made_there(
             except ValueError as error:
                 raise ValueError(f"{file.path}: layer {name}: {error}") from None
     return made
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None  # which put_sparse_layers says
 
 
 def version_of(layers: Mapping[str, Mapping[str, Any]]) -> int:
@@ -705,10 +698,8 @@ def _json(text: str, where: Path) -> dict[str, Any]:
 
 def _make_sparse(model: nn.Module, name: str, packed: PackedWeight | None = None) -> nn.Module:
     """Puts a SparseLinear in the place of the linear layer of this name: empty, or with its weight."""
-    try:
-        layer = model.get_submodule(name)
-    except AttributeError:
-        raise ValueError(f"the file has a packed layer {name}, the model has no such module") from None
+    if (layer := submodule(model, name)) is None:
+        raise ValueError(f"the file has a packed layer {name}, the model has no such module")
     if isinstance(layer, SparseLinear):
         return model
     if not isinstance(layer, nn.Linear):

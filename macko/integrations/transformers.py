@@ -44,7 +44,7 @@ from ..nn.experts import (
     saved_by_expert,
     unfold_,
 )
-from ..nn.find import FoundLinear, find_linears, unpackable
+from ..nn.find import FoundLinear, find_linears, submodule, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
 from ..nn.report import LayerReport, Report
 from ..weights import FORMATS, PackedWeight, saved_as
@@ -246,7 +246,7 @@ class MackoHfQuantizer(HfQuantizer):
         for saved, about in self.quantization_config.layers.items():
             # A model with a head reads the checkpoint of one without, and the other way round.
             names = (saved, f"{prefix}{saved}", saved.removeprefix(prefix), renamed(saved))
-            name = next((n for n in names if _submodule(model, n) is not None), None)
+            name = next((n for n in names if submodule(model, n) is not None), None)
             shape, _ = shapes.get(join(saved, "weight"), ((0,), None))
             if 0 not in shape:
                 raise ValueError(f"{saved}: the files hold its weight packed, and another one of shape {list(shape)}")
@@ -254,7 +254,7 @@ class MackoHfQuantizer(HfQuantizer):
             tripwires |= {re.sub(r"\d+", r"\\d+", re.escape(join(n, "weight"))) for n in (name or saved, saved)}
             if name is None:
                 continue  # transformers reports the tensors as unexpected
-            linear = _submodule(model, name)
+            linear = submodule(model, name)
             if not isinstance(linear, nn.Linear):
                 raise ValueError(f"{saved} is a packed layer, in the model it is a {type(linear).__name__}")
             packed = without_content(saved, about, shapes, linear.weight.dtype)
@@ -730,13 +730,6 @@ def _check_size(folder: str, kind: Any, about: Any) -> None:
     size = sum(file.stat().st_size for file in Path(folder).iterdir())
     if count > 8 * size:  # the least that a file holds is a bit of a mask
         raise ValueError(f"{folder}: config.json is of a model of {count} weights, its files have {size} bytes")
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
 
 
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}

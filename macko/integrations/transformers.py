@@ -42,6 +42,7 @@ from ..nn.experts import (
     projections,
     put,
     saved_by_expert,
+    turned,
     unfold_,
 )
 from ..nn.find import FoundLinear, find_linears, submodule, unpackable
@@ -375,7 +376,7 @@ class MackoHfQuantizer(HfQuantizer):
         packing = _PACKING.get()
         if packing and packing.error:
             return False
-        w = weight.transpose(1, 2) if module.is_transposed else weight
+        w = turned(module, weight)
         row = LayerReport(name, tuple(w.shape), None, "dense", w.nbytes, w.nbytes, linear=False)
         self.report.layers.append(row)
         left = next((r for r in self.report.layers if r.name.rpartition(".")[0] == layer and r.reason), None)

@@ -502,7 +502,11 @@ class PackedWeight:
         return self if (start, stop) == (0, size) else self._cut(dim, start, stop)
 
     def _cut(self, dim: int, start: int, stop: int) -> PackedWeight:
-        return self.packed_alike(self.to_dense().narrow(dim, start, stop - start))
+        if not self.holds_codes:
+            return self.packed_alike(self.to_dense().narrow(dim, start, stop - start))
+        numbers, scales = self.coded()
+        scales = scales[start:stop].clone() if dim == 0 else scales  # savers refuse parts of a memory
+        return self.of_codes(numbers.narrow(dim, start, stop - start), scales)
 
     def packed_alike(self, dense: Tensor) -> PackedWeight:
         """Another weight in this format, with the same options."""

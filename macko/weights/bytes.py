@@ -115,10 +115,6 @@ class ByteWeight(SlabWeight):
             return None
         return kind.from_codes(self.codes(), self.scales, self.dtype)
 
-    def _cut(self, dim: int, start: int, stop: int) -> Self:
-        scales = self.scales[start:stop].clone() if dim == 0 else self.scales  # savers refuse parts of a memory
-        return self.from_codes(self.codes().narrow(dim, start, stop - start), scales, self.dtype)
-
     def rows_anew(self, start: int, stop: int) -> PackedWeight:
         on_meta = self.device.type == "meta"
         return self.on_meta(stop - start, self.cols, self.kind, self.dtype) if on_meta else self.cut(0, start, stop)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..choose.auto import held_on
 from ..choose.options import AUTO
+from ..files import named
 from ..nn.convert import convert_weight, warn_if_unchanged
 from ..nn.find import FoundLinear, find_linears, submodule, unpackable
 from ..nn.linear import SparseLinear, with_hooks
@@ -144,7 +145,7 @@ class MackoDiffusersQuantizer(DiffusersQuantizer):
 
     def _arrived(self, model: Any, name: str, module: Any, device: torch.device, dtype: torch.dtype | None) -> None:
         """Puts the layer as the device holds it in the place of one whose tensors are all there."""
-        try:
+        with named(name, TypeError, ValueError):
             packed = module.packed
             packed.validate()
             weight = (
@@ -152,8 +153,6 @@ class MackoDiffusersQuantizer(DiffusersQuantizer):
                 if packed.stands_for_dense()
                 else packed.to(device, dtype)
             )
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from None
         layer: nn.Linear
         if isinstance(weight, Tensor):
             layer = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=weight.dtype)

@@ -65,11 +65,8 @@ def packed(w: Tensor, device: str = "cuda", delta_bits: int = 4) -> TileWeight:
 @pytest.mark.parametrize(("rows", "cols"), [(130, 500), (301, 203)])
 def test_every_number_of_tokens_up_to_330(rows: int, cols: int, copy: str, dtype: torch.dtype, plan: Plan) -> None:
     plan(f"copy={copy},tile_tokens=1000")
-    w, x, bias = (
-        random_weight(rows, cols, 0.5, dtype),
-        random_vector(330, cols, dtype=dtype),
-        random_vector(rows, dtype=dtype),
-    )
+    w, bias = random_weight(rows, cols, 0.5, dtype), random_vector(rows, dtype=dtype)
+    x = random_vector(330, cols, dtype=dtype)
     exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
     xs, ys = each_token(exact_x, exact_y, 330)
     tile, exact = packed(w), packed(exact_w)
@@ -87,12 +84,7 @@ def test_every_way_to_run_many_tokens(way: str, dtype: torch.dtype, plan: Plan) 
     plan(f"tile_gemm={way}")
     plan("tile_tokens=1000000")
     for rows, cols, density in (
-        (130, 500, 0.5),
-        (301, 203, 1.0),
-        (136, 64, 0.3),
-        (70, 257, 0.5),
-        (64, 1, 1.0),
-        (2056, 1100, 0.5),
+        *((130, 500, 0.5), (301, 203, 1.0), (136, 64, 0.3), (70, 257, 0.5), (64, 1, 1.0), (2056, 1100, 0.5)),
     ):
         w, bias = random_weight(rows, cols, density, dtype), random_vector(rows, dtype=dtype)
         exact_w, exact_x, exact_y = integer_problem(rows, cols, density, dtype)

@@ -89,11 +89,7 @@ WHERE = paragraph("{gpu}, driver {driver}, torch {torch}, commit {commits}, memo
                   "SM clock up to {max_sm_mhz} MHz.")  # fmt: skip
 
 
-def load_table(*names: str) -> Table:
-    head = [" | tokens", *names, "shapes"]
-    return Table(
-        " | ".join(head), " | ".join(["{dtype} | {tokens}", *(f"{{{name} mean}}" for name in names), "{dense n}"])
-    )
+LOAD = ("tile", "sparse11", "dense12")
 
 
 def load_spread(lines: Lines) -> str:
@@ -396,13 +392,17 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     ),
     "load where": (records.load, WHERE),
     "load": (
-        lambda: [line for line in records.load_tokens() if line["dtype"] == "bfloat16"],
-        load_table("tile", "sparse11", "dense12"),
+        records.load_clocks,
+        Table(
+            "tokens | dense / pruned, MHz" + "".join(f" | {name} | by cycles | MHz" for name in LOAD),
+            "{tokens} | {dense mhz:.0f}[ / {zeros mhz:.0f}]"
+            + "".join(f" | {{{name} mean}} | {{{name} cycles:.2f}}x | {{{name} mhz:.0f}}" for name in LOAD),
+        ),
     ),
     "load spread": (lambda: read(H100 / "load.jsonl"), load_spread),
     "load rows": (
         lambda: records.load_tokens("load_rows"),
-        load_table("tile", "tile_rows", "sparse11", "sparse11_rows", "dense12", "dense12_rows"),
+        columns_of("{tokens}", [f"{name}{rows}" for name in LOAD for rows in ("", "_rows")], "{% mean}"),
     ),
     "load shapes": (
         records.load_shapes,

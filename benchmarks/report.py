@@ -96,8 +96,7 @@ def load_spread(lines: Lines) -> str:
     """By how much the turns of one product differ."""
     off = sorted(max(us) / min(us) - 1 for us in (line["all_us"] for line in lines))
     say = paragraph(
-        "Two turns of the same product differ by {median:.1%} in the median, and by more than {most:.0%} in one of "
-        "twenty, so smaller differences mean little."
+        "Two turns of a product differ by {median:.1%} in the median, and by more than {most:.0%} in one of twenty."
     )
     return say([*lines, {**lines[-1], "median": statistics.median(off), "most": off[len(off) * 19 // 20]}])
 
@@ -394,9 +393,9 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "load": (
         records.load_clocks,
         Table(
-            "tokens | dense / pruned, MHz" + "".join(f" | {name} | by cycles | MHz" for name in LOAD),
-            "{tokens} | {dense mhz:.0f}[ / {zeros mhz:.0f}]"
-            + "".join(f" | {{{name} mean}} | {{{name} cycles:.2f}}x | {{{name} mhz:.0f}}" for name in LOAD),
+            " | ".join(("tokens", *LOAD, f"MHz: dense, pruned, {', '.join(LOAD)}")),
+            "{tokens}" + "".join(f" | {{{name} mean}}, {{{name} cycles:.2f}}x" for name in LOAD)
+            + " | " + ", ".join(f"{{{name} mhz:.0f}}" for name in ("dense", "zeros", *LOAD)),
         ),
     ),
     "load spread": (lambda: read(H100 / "load.jsonl"), load_spread),

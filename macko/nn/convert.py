@@ -40,6 +40,7 @@ from .experts import (
     is_experts,
     not_stacked,
     oriented,
+    packed_rows,
     projections,
     put,
 )
@@ -88,7 +89,8 @@ def sparsify_(
             "mixed", as "slide 6:8"; else it is the sparsest that a weight fits.
         ignore: layers to leave dense: full names, last components of names, or globs over full names. "lm_head" stands
             for the output heads of a model of transformers by any name, those of classifiers too.
-        filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
+        filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match; a mixture's
+            experts are one module, without in_features.
         min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;
             default: 0 for format "slide", else 0.25. "dense12" does not look at zeros.
         device: where to pack each layer, and where the whole model is in the end; default: where it is.
@@ -256,7 +258,7 @@ def _convert_all(
 ) -> Report:
     """What became of all layers, converted in place; whatever stops it leaves the model as it was."""
     tied, device = tied_parameters(model), None if device is None else torch.device(device)
-    rows: list[LayerReport] = []
+    rows = packed_rows(model)
     with contextlib.ExitStack() as undo:
         with tqdm(found, disable=not progress, delay=1, unit="layer", leave=False) as bar:
             for layer in bar:

@@ -81,8 +81,9 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
         else:
             found[id(module)] = FoundLinear(name, module, place, [], None)
     unmatched = set(ignore) - set(IGNORED)
+    stacked = [(name, module) for name, module in model.named_modules() if hasattr(module, "num_experts")]
     unmatched -= set(
-        matching(ignore, [name for name, module in model.named_modules() if hasattr(module, "num_experts")])
+        matching(ignore, [f"{name}{key}" for name, m in stacked for key in ("", *(f".{k}" for k in m._parameters))])
     )
     # A new adapter's second matrix is all zeros: pruned or packed it would never be trained. (Names as peft has them.)
     adapters = tuple(
@@ -91,9 +92,17 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
         for part in getattr(module, "adapter_layer_names", ())
     )
     heads = output_heads(model) if "lm_head" in ignore else set()
+    # Of experts that are layers for a while (UnfoldedExperts): what the stacks that they are of are called.
+    stacks = {
+        id(layer): [name, f"{name}.{key}"]
+        for name, module in model.named_modules()
+        if hasattr(module, "stacked")
+        for key, layers in module.stacked().items()  # type: ignore[operator]
+        for layer in layers
+    }
     changed = _changed_in_place(model)
     for layer in found.values():
-        names = [layer.name, *layer.aliases]
+        names = [layer.name, *layer.aliases, *stacks.get(id(layer.module), [])]
         ignored = matching(ignore, names)
         unmatched -= set(ignored)
         layer.changed = changed.get(id(layer.module))

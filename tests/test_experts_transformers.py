@@ -298,6 +298,37 @@ def test_experts_of_float32_and_those_packed_already_have_rows_that_say_so() -> 
         assert [row.reason for row in report if "experts" in row.name] == ["is sparse already"] * 4
 
 
+def test_a_module_of_experts_in_two_places_is_packed_in_both() -> None:
+    model = model_of("mixtral", 0.6)
+    layers = model.model.layers
+    layers[1].mlp.experts = layers[0].mlp.experts
+    model.set_experts_implementation("grouped_mm")
+    wanted = logits(model)
+    macko.sparsify_(model, progress=False)
+    assert isinstance(layers[0].mlp.experts, SparseExperts)
+    assert layers[1].mlp.experts is layers[0].mlp.experts
+    assert torch.equal(logits(model), wanted)
+
+
+def test_experts_alone_are_no_model() -> None:
+    for convert in (macko.sparsify_, macko.compress_, macko.prune_):
+        with pytest.raises(ValueError, match="this model is one of experts"):
+            convert(tiny("MixtralExperts"))
+
+
+def test_experts_that_an_adapter_changes_or_an_offloader_moves_stay_dense_by_name(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = model_of("mixtral", 0.6)
+    model.save_pretrained(tmp_path)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.warns(UserWarning, match="changed none"):
+        report = macko.sparsify_(peft.get_peft_model(model, config), progress=False)
+    with pytest.warns(UserWarning, match="changed none"):
+        read = load(tmp_path, quantization_config=macko.MackoConfig(offload=True))
+    for rows, reason in ((report, "an adapter of peft changes"), (read.hf_quantizer.report, "offloaders cannot move")):
+        assert sum(reason in row.reason for row in rows if row.name.endswith(("gate_up_proj", "down_proj"))) == 4
+
+
 def test_a_class_of_experts_with_a_forward_of_its_own_is_left() -> None:
     kind = type(dense := tiny("MixtralExperts"))
     dense.__class__ = type("Own", (kind,), {"forward": lambda self, *args: kind.forward(self, *args) * 2})

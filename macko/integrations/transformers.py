@@ -31,6 +31,7 @@ from ..choose.times import packed_share
 from ..files import TYPES, Checkpoint, check_whole, join, on_disk, open_tensors
 from ..nn.convert import CONVERTED, convert_weight, stack_of, warn_if_unchanged
 from ..nn.experts import (
+    NOT_OFFLOADED,
     PROJECTIONS,
     SparseExperts,
     Stack,
@@ -41,6 +42,7 @@ from ..nn.experts import (
     not_stacked,
     projections,
     put,
+    replace,
     saved_by_expert,
     unfold_,
 )
@@ -198,9 +200,10 @@ class MackoHfQuantizer(HfQuantizer):
                 kind = f"{type(layer.module).__name__} is a subclass of nn.Linear and may do something else"
                 self.report.layers.append(LayerReport(layer.name, shape, None, "dense", size, size, reason or kind))
         for found in find_experts(model, self.quantization_config.ignore, None):
+            left_out = found.left_out or (NOT_OFFLOADED if OFFLOADS.get() else None)
             for key in projections(found.module):
-                if found.left_out:
-                    self._leave(found.module, f"{found.name}.{key}", found.left_out)
+                if left_out:
+                    self._leave(found.module, f"{found.name}.{key}", left_out)
                 else:
                     self._experts[f"{found.name}.{key}"] = found.name
         conversions = get_model_conversion_mapping(model)
@@ -527,9 +530,9 @@ class MackoHfQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        for name, module in list(model.named_modules()):
+        for module in list(model.modules()):
             if isinstance(module, SparseExperts):
-                put(model, name, module.to_dense().to(dtype))
+                replace(model, {module: module.to_dense().to(dtype)})
         return unpacked(model, dtype)
 
 

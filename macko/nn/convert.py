@@ -33,6 +33,7 @@ from ..choose.patterns import density_of
 from ..choose.slide import slide_note, slides
 from ..weights import SLIDE_PATTERNS, Dense12Weight, PackedWeight, straddling
 from .experts import (
+    NOT_OFFLOADED,
     FoundExperts,
     SparseExperts,
     Stack,
@@ -42,7 +43,7 @@ from .experts import (
     oriented,
     packed_rows,
     projections,
-    put,
+    replace,
 )
 from .find import Filter, FoundLinear, check_model, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported, with_hooks
@@ -217,7 +218,7 @@ def compress_(
     merge = False if offload else merge
     found = find_linears(model, ignore, filter_fn), find_experts(model, ignore, filter_fn)
     for experts in found[1] if offload else ():
-        experts.left_out = experts.left_out or "offloaders cannot move packed experts yet"
+        experts.left_out = experts.left_out or NOT_OFFLOADED
     report = _convert_all(model, *found, convert, stack, device, merge, progress)
     warn_if_unchanged(report, "compress_")
     if offload:
@@ -227,6 +228,8 @@ def compress_(
 
 def _refuse_one_layer(model: nn.Module, what: str) -> None:
     check_model(model, what)
+    if is_experts(model):
+        raise ValueError(f"{what} replaces modules in a model, this model is one of experts: give it what holds them")
     if isinstance(model, nn.Linear):
         raise ValueError(
             f"{what} replaces layers in a model, this model is one layer: use SparseLinear.from_linear(model)"
@@ -464,8 +467,8 @@ def _replace_experts(model: nn.Module, found: FoundExperts, sparse: SparseExpert
     """Puts packed experts in the place of dense ones; returns what undoes it. The dense ones are let go."""
     dense = weakref.ref(found.module)
     trainable = [name for name in projections(sparse) if found.module._parameters[name].requires_grad]  # type: ignore[union-attr]
+    replace(model, {found.module: sparse})
     found.module = sparse
-    put(model, found.name, sparse)
 
     def undo() -> None:
         kept = dense()
@@ -473,7 +476,7 @@ def _replace_experts(model: nn.Module, found: FoundExperts, sparse: SparseExpert
             kept = sparse.to_dense()
             for name in trainable:
                 kept._parameters[name].requires_grad_()  # type: ignore[union-attr]
-        put(model, found.name, kept)
+        replace(model, {sparse: kept})
 
     return undo
 

@@ -26,6 +26,7 @@ PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 #: What transformers' use_experts_implementation notes on a module: then these say all that has to be known of it.
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _INTERFACE = "transformers.integrations.moe"
+NOT_OFFLOADED = "offloaders cannot move packed experts yet"
 #: An expert begins at a row block of slabs.
 ROW_BLOCK = 64
 
@@ -65,6 +66,8 @@ def find_experts(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
             left_out = f"ignored by {ignored[0]!r}" if ignored else None
             if not ignored and filter_fn is not None and not filter_fn(module, name):
                 left_out = "left out by filter_fn"
+            if name.endswith(".base_layer"):
+                left_out = left_out or "an adapter of peft changes its weights: merge_and_unload() first"
             found.append(FoundExperts(name, module, left_out))
     return found
 
@@ -527,6 +530,14 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, module)
 
 
+def replace(model: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
+    """Puts modules in the places of others, wherever these hang."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in new:
+                setattr(parent, name, new[child])
+
+
 def packed_rows(model: nn.Module) -> list[LayerReport]:
     """Rows of the experts that are packed already."""
     rows = []
@@ -540,10 +551,9 @@ def packed_rows(model: nn.Module) -> list[LayerReport]:
 def unfold_(model: nn.Module, which: Callable[[str, nn.Module], bool]) -> list[str]:
     """Puts UnfoldedExperts in the place of experts modules, dense or packed; their names."""
     both = [(n, m) for n, m in model.named_modules() if n and (is_experts(m) or isinstance(m, SparseExperts))]
-    names = [name for name, module in both if which(name, module)]
-    for name in names:
-        put(model, name, UnfoldedExperts(model.get_submodule(name)))
-    return names
+    found = {name: module for name, module in both if which(name, module)}
+    replace(model, {module: UnfoldedExperts(module) for module in found.values()})
+    return list(found)
 
 
 def fold_(model: nn.Module, names: Iterable[str], options: Options) -> None:
@@ -558,8 +568,8 @@ def unfolded(model: nn.Module, which: Callable[[str, nn.Module], bool] = lambda 
     try:
         yield
     finally:
-        for name in names:
-            put(model, name, model.get_submodule(name).of[0])  # type: ignore[index, arg-type]
+        ones: Any = [model.get_submodule(name) for name in names]
+        replace(model, {one: one.of[0] for one in ones})
 
 
 def saved_by_expert(name: str, module: nn.Module) -> bool:

@@ -220,6 +220,10 @@ def prune_(
     are pruned and whose others are as they were. A note on the exception says which (before Python 3.11: a warning).
     """
     check_model(model, "prune_")
+    if is_experts(model):
+        raise ValueError(
+            "prune_ replaces modules in a model for a while, this model is one of experts: give it what holds them"
+        )
     if any(is_experts(module) for module in model.modules()):
         # Each expert as layers of its own, which see its own tokens alone; their weights are views of the stack.
         with unfolded(model, lambda name, module: is_experts(module)):

@@ -569,8 +569,10 @@ def check_shards(cols: int, shards: int, pattern: str) -> None:
     A pattern is kept by a shard where its groups are those of the whole weight: slide after sharding.
 
     Raises:
-        ValueError: a group straddles two shards: names them.
+        ValueError: a group straddles two shards: names them; or there is no such pattern.
     """
+    if pattern not in SLIDE_PATTERNS:
+        raise ValueError(f"pattern is {pattern!r}, expected one of {', '.join(SLIDE_PATTERNS)}")
     width = -(-cols // max(1, shards))
     for shard in range(1, shards):
         start = min(shard * width, cols)

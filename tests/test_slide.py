@@ -600,6 +600,8 @@ def test_sparsify_with_a_pattern() -> None:
         macko.sparsify_(model, format="auto 6:8")
     with pytest.raises(ValueError, match="values is 'raw', format 'slide' takes exact, fp8, int8"):
         macko.sparsify_(model, format="slide", values="raw")
+    with pytest.raises(ValueError, match="format has the pattern 6:8, and pattern is '2:4'"):
+        Options("slide 6:8", pattern="2:4")
 
 
 def test_a_layer_is_packed_for_another_pattern() -> None:

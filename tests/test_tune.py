@@ -298,9 +298,10 @@ def test_codecs_of_an_older_file_are_found_among_the_patterns(own_tables: Path) 
         assert known.slide.keys() == {("int8", "2:4")}
         times.write(path, GPU, [], [], 0)
     assert json.loads(path.read_text())["codecs"] == [{"codec": "sparse11", **about}]
-    path.write_text(path.read_text().replace('"1": 1.25', '"1": 0'))
-    with pytest.raises(ValueError, match="not a measurement"):
-        times.read(path)
+    for was, bad in (('"1": 1.25', '"1": 0'), ('"1": 1.25', '"1": 1' + "0" * 30), ("4096", "1" + "0" * 30)):
+        (own_tables / "bad").write_text(path.read_text().replace(was, bad))
+        with pytest.raises(ValueError, match="not a measurement"):
+            times.read(own_tables / "bad")
 
 
 def test_shipped_tables_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:

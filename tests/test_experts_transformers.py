@@ -345,6 +345,27 @@ def test_routers_are_never_packed_with_their_experts() -> None:
     assert all(type(gate.weight) is nn.Parameter for gate in gates)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("phimoe", "router"), ("hunyuan_v1_moe", "gate.wg"), ("qwen2_moe", "shared_expert_gate")]
+)
+def test_routers_that_are_linear_layers_keep_every_bit(kind: str, name: str, tmp_path: Path) -> None:
+    sizes = {**COMMON, **MODELS["qwen3_moe"], "num_local_experts": 8, "moe_topk": 4}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    routers = [f"model.layers.{i}.mlp.{name}" for i in range(2)]
+    before = [model.get_submodule(router).weight.clone() for router in routers]
+    report = macko.prune_(model, 0.6, progress=False)
+    assert sum("chooses experts" in row.reason for row in report) == 2
+    model.save_pretrained(tmp_path)
+    read = load(tmp_path, quantization_config=macko.MackoConfig())
+    assert len(sparse_of(read)) == 2
+    macko.compress_(read, values="int8", progress=False)
+    for router, weight in zip(routers, before, strict=True):
+        assert type(read.get_submodule(router).weight) is nn.Parameter
+        assert read.get_submodule(router).weight.dtype == weight.dtype
+        assert torch.equal(read.get_submodule(router).weight, weight)
+
+
 @pytest.mark.parametrize(("format", "zeros"), [("dense12", 0.0), ("sparse11", 0.6)])
 def test_state_of_packed_experts_loads_into_others(format: str, zeros: float) -> None:
     one, other = packed(tiny("MixtralExperts", zeros), format), packed(tiny("MixtralExperts", 0.7), format)

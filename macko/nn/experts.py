@@ -422,6 +422,7 @@ class UnfoldedExperts(nn.Module):
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
         self.of: tuple[Any] = (experts,)  # in a tuple, so that it is no submodule
+        self.num_experts = experts.num_experts
         self._modules.update({name: m for name, m in experts._modules.items() if not isinstance(m, PackedStack)})
         self._is_hf_initialized = True
         packed = experts.packed_stacks() if isinstance(experts, SparseExperts) else {}

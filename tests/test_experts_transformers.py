@@ -288,12 +288,82 @@ def test_experts_stay_dense_by_name(options: dict[str, Any], reason: str, packed
     assert len(sparse_of(model)) == packed
 
 
+def test_experts_of_float32_and_those_packed_already_have_rows_that_say_so() -> None:
+    model = model_of("mixtral", 0.6).float()
+    with pytest.warns(UserWarning, match="changed none"):
+        report = macko.sparsify_(model, progress=False)
+    assert all("the weight is float32" in row.reason for row in report if "experts" in row.name)
+    macko.sparsify_(model.bfloat16(), progress=False)
+    for report in (macko.sparsify_(model, progress=False), macko.prune_(model, progress=False)):
+        assert [row.reason for row in report if "experts" in row.name] == ["is sparse already"] * 4
+
+
+def test_a_module_of_experts_in_two_places_is_packed_in_both() -> None:
+    model = model_of("mixtral", 0.6)
+    layers = model.model.layers
+    layers[1].mlp.experts = layers[0].mlp.experts
+    model.set_experts_implementation("grouped_mm")
+    wanted = logits(model)
+    macko.sparsify_(model, progress=False)
+    assert isinstance(layers[0].mlp.experts, SparseExperts)
+    assert layers[1].mlp.experts is layers[0].mlp.experts
+    assert torch.equal(logits(model), wanted)
+
+
+def test_experts_alone_are_no_model() -> None:
+    for convert in (macko.sparsify_, macko.compress_, macko.prune_):
+        with pytest.raises(ValueError, match="this model is one of experts"):
+            convert(tiny("MixtralExperts"))
+
+
+def test_experts_that_an_adapter_changes_or_an_offloader_moves_stay_dense_by_name(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = model_of("mixtral", 0.6)
+    model.save_pretrained(tmp_path)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    with pytest.warns(UserWarning, match="changed none"):
+        report = macko.sparsify_(peft.get_peft_model(model, config), progress=False)
+    with pytest.warns(UserWarning, match="changed none"):
+        read = load(tmp_path, quantization_config=macko.MackoConfig(offload=True))
+    for rows, reason in ((report, "an adapter of peft changes"), (read.hf_quantizer.report, "offloaders cannot move")):
+        assert sum(reason in row.reason for row in rows if row.name.endswith(("gate_up_proj", "down_proj"))) == 4
+
+
+def test_a_class_of_experts_with_a_forward_of_its_own_is_left() -> None:
+    kind = type(dense := tiny("MixtralExperts"))
+    dense.__class__ = type("Own", (kind,), {"forward": lambda self, *args: kind.forward(self, *args) * 2})
+    assert not is_experts(dense)
+    dense.__class__ = type("Own", (kind,), {})
+    assert is_experts(dense)
+
+
 def test_routers_are_never_packed_with_their_experts() -> None:
     model = model_of("qwen3_moe", 0.6)
     macko.sparsify_(model, progress=False)
     gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
     assert gates
     assert all(type(gate.weight) is nn.Parameter for gate in gates)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("phimoe", "router"), ("hunyuan_v1_moe", "gate.wg"), ("qwen2_moe", "shared_expert_gate")]
+)
+def test_routers_that_are_linear_layers_keep_every_bit(kind: str, name: str, tmp_path: Path) -> None:
+    sizes = {**COMMON, **MODELS["qwen3_moe"], "num_local_experts": 8, "moe_topk": 4}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    routers = [f"model.layers.{i}.mlp.{name}" for i in range(2)]
+    before = [model.get_submodule(router).weight.clone() for router in routers]
+    report = macko.prune_(model, 0.6, progress=False)
+    assert sum("chooses experts" in row.reason for row in report) == 2
+    model.save_pretrained(tmp_path)
+    read = load(tmp_path, quantization_config=macko.MackoConfig())
+    assert len(sparse_of(read)) == 2
+    macko.compress_(read, values="int8", progress=False)
+    for router, weight in zip(routers, before, strict=True):
+        assert type(read.get_submodule(router).weight) is nn.Parameter
+        assert read.get_submodule(router).weight.dtype == weight.dtype
+        assert torch.equal(read.get_submodule(router).weight, weight)
 
 
 @pytest.mark.parametrize(("format", "zeros"), [("dense12", 0.0), ("sparse11", 0.6)])
@@ -306,11 +376,35 @@ def test_state_of_packed_experts_loads_into_others(format: str, zeros: float) ->
     assert torch.equal(one(*args), other(*args))
 
 
-def test_state_of_other_sizes_is_refused() -> None:
-    one = packed(tiny("MixtralExperts"), "dense12")
-    state = one.state_dict() | {"down_proj": torch.zeros(4, 64, 72).bfloat16()}
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        one.load_state_dict(state)
+@pytest.mark.parametrize(
+    ("format", "given", "message"),
+    [
+        ("dense12", {"down_proj": torch.zeros(4, 64, 72).bfloat16()}, "size mismatch"),
+        ("sparse11", {"down_proj": torch.zeros(4, 64, 80).bfloat16()}, "a dense weight, and these experts are sparse"),
+        ("sparse11", {"down_proj_packed.data": None}, "the state has no data of its sparse11 weight"),
+        ("sparse11", {"down_proj_packed._extra_state": None}, "the state has no _extra_state"),
+        ("dense12", {"down_proj": torch.zeros(4, 64, 80, device="meta").bfloat16()}, "has no content to copy"),
+    ],
+)
+def test_state_that_is_not_these_experts_is_refused(format: str, given: dict[str, Any], message: str) -> None:
+    one = packed(tiny("MixtralExperts", 0.6), format)
+    before, state = (
+        one.down_proj,
+        {key: value for key, value in (one.state_dict() | given).items() if value is not None},
+    )
+    with pytest.raises(RuntimeError, match=message):
+        one.load_state_dict(state, strict=False)
+    assert torch.equal(one.down_proj, before)
+
+
+@pytest.mark.parametrize("format", ["dense12", "sparse11"])
+def test_state_is_taken_in_the_dtype_of_the_experts_or_assigned(format: str) -> None:
+    one = packed(tiny("MixtralExperts", 0.6), format)
+    half, empty = copy.deepcopy(one).half(), copy.deepcopy(one).to("meta")
+    empty.load_state_dict(half.state_dict(), assign=True)
+    one.load_state_dict(half.state_dict())
+    assert torch.equal(empty.down_proj, half.down_proj)
+    assert torch.equal(one.down_proj, half.down_proj.bfloat16())
 
 
 def test_half_of_packed_experts_is_half_of_the_weights() -> None:
@@ -378,22 +472,35 @@ def test_unfolded_experts_compute_the_same(name: str) -> None:
     assert ((one.double() - dense(*args).double()).abs() <= bound(sparse, *args, products=0.02)).all()
 
 
-@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_pruned_experts_have_their_share_of_zeros_each(kind: str, method: str) -> None:
     model = model_of(kind)
     tokens = torch.randint(3, 256, (2, 48), generator=torch.Generator().manual_seed(0))
-    batches = [tokens] if method == "wanda" else None
+    batches = None if method == "magnitude" else [tokens]
     report = macko.prune_(model, 0.5, method, calibration=batches, progress=False)
     dense = [module for module in model.modules() if is_experts(module)]
     assert len(dense) == 2  # as it was: no expert is a module of its own any more
     for experts in dense:
         for key in projections(experts):
             rows = (oriented(experts, key) != 0).sum(-1)
+            rows = rows.sum(-1) // rows.shape[-1] if method == "sparsegpt" else rows  # whose rows differ
             assert (rows == oriented(experts, key).shape[-1] // 2).all()
     names = [row.name for row in report if ".experts.3." in row.name]
     assert len(names) == 6
     assert all(name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj") for name in names)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_pruning_ignores_experts_by_the_names_of_their_stacks(kind: str) -> None:
+    model = model_of(kind)
+    ignore = ["lm_head", "*.layers.0.mlp.experts", "down_proj"]
+    report = macko.prune_(model, pattern="2:4", ignore=ignore, progress=False)
+    zeros = [
+        (oriented(m, key) == 0).double().mean() for m in model.modules() if is_experts(m) for key in projections(m)
+    ]
+    assert zeros == [0, 0, 0.5, 0]
+    assert {row.reason for row in report if "layers.0.mlp.experts.3." in row.name} == {f"ignored by {ignore[1]!r}"}
 
 
 def test_an_expert_without_tokens_is_said() -> None:
@@ -500,7 +607,9 @@ def test_sparse_experts_are_saved_one_by_one_and_read_again(kind: str, tmp_path:
     assert all(torch.equal(keys[key], more[key]) for key in keys)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.slow)]
+)  # one with a router in float32
 @pytest.mark.parametrize("format", ["auto", "dense12"])
 def test_converted_there_and_back(
     format: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -521,10 +630,11 @@ def test_converted_there_and_back(
     assert not any(key in keys for key in before if ".experts." in key and keys.get(key, torch.ones(1)).numel())
     read = load(tmp_path / "packed")
     assert torch.equal(logits(read), wanted)
-    assert len(sparse_of(read)) == (2 if format == "auto" else 0)  # dense12 is for GPUs, and this is a CPU
+    modules = sum(is_experts(module) for module in model.modules())
+    assert len(sparse_of(read)) == (modules if format == "auto" else 0)  # dense12 is for GPUs, and this is a CPU
     monkeypatch.setattr("macko.integrations.transformers.is_held_packed", lambda weight, device: True)
     on_gpus = load(tmp_path / "packed")
-    assert len(sparse_of(on_gpus)) == 2
+    assert len(sparse_of(on_gpus)) == modules
     held = {stack.packed.format for module in sparse_of(on_gpus) for stack in module.packed_stacks().values()}
     assert held == {"dense12"} if format == "dense12" else held <= {"tile", "sparse11"}
     assert torch.equal(logits(on_gpus), wanted)

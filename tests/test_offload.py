@@ -302,9 +302,10 @@ def test_a_device_map_of_transformers(packed: bool, tmp_path: Path) -> None:
         for _ in range(2):
             assert_same_bits(model(tokens).logits, wanted)
     assert packed_places(model.model.layers[1]) == {"meta"}
-    model = load(tmp_path / "a", quantization_config=offloading, device_map="cpu")
-    with torch.no_grad():
-        assert_same_bits(model(tokens).logits, wanted)
+    for place in ("cpu", {"": "disk"}):
+        model = load(tmp_path / "a", quantization_config=offloading, device_map=place, offload_folder=tmp_path / "c")
+        with torch.no_grad():
+            assert_same_bits(model(tokens).logits, wanted)
 
 
 # ---- diffusers' group offload ----------------------------------------------------------------------------------------

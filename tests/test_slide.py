@@ -524,6 +524,10 @@ def test_packed_weight(n: int, element: int, device: str) -> None:
     assert_close_slide(packed.linear(x), x, w, (packed.tiles, packed.scale, SLIDE_ELEMENTS[element]), n)
     if element < 2:
         assert packed.to(dtype=torch.float16).linear(x.half()).dtype == torch.float16
+        for number in ("nan", "inf"):
+            w[7, 0] = float(number)
+            with pytest.raises(ValueError, match="row 7 of the weight has NaN or Inf, which"):
+                SlideWeight.from_dense(w, -1, element)
 
 
 def test_hostile_bytes_are_named_and_harmless() -> None:
@@ -536,7 +540,15 @@ def test_hostile_bytes_are_named_and_harmless() -> None:
             with pytest.raises(ValueError, match="row block 1, tile 0"):
                 hostile.validate()
         hostile.linear(torch.ones(2, 130, dtype=torch.float16))
-    changed = ({"n": 3}, {"cols": 900}, {"element": 7}, {"rows": 5}, {"scale": -packed.scale}, {"sparse_to": 9})
+    changed = (
+        {"scale": packed.scale * float("nan")},
+        {"n": 3},
+        {"cols": 900},
+        {"element": 7},
+        {"rows": 5},
+        {"scale": -packed.scale},
+        {"sparse_to": 9},
+    )
     for changes in (*changed, {"dense_tiles": packed.tiles}):
         with pytest.raises(ValueError, match="not a slide weight"):
             SlideWeight(**{**packed.tensors(), **packed.sizes(), **changes}).validate()
@@ -581,6 +593,8 @@ def test_sparsify_with_a_pattern() -> None:
         macko.sparsify_(model, format="auto 6:8")
     with pytest.raises(ValueError, match="values is 'raw', format 'slide' takes exact, fp8, int8"):
         macko.sparsify_(model, format="slide", values="raw")
+    with pytest.raises(ValueError, match="format has the pattern 6:8, and pattern is '2:4'"):
+        Options("slide 6:8", pattern="2:4")
 
 
 def test_a_layer_is_packed_for_another_pattern() -> None:
@@ -724,6 +738,8 @@ def test_groups_that_straddle_shards_are_named() -> None:
     check_shards(11008, 8, "2:4")
     with pytest.raises(ValueError, match=r"group 917 of 4:6 \(columns 5502 to 5507\) straddles shards 0 and 1 of 2"):
         check_shards(11008, 2, "4:6")
+    with pytest.raises(ValueError, match="pattern is 'auto', expected one of 2:4"):
+        check_shards(11008, 2, "auto")
 
 
 def test_sharded_weight_is_left_dense_by_name() -> None:

@@ -294,9 +294,10 @@ def test_codecs_of_an_older_file_are_found_among_the_patterns(own_tables: Path) 
         assert known.slide.keys() == {("int8", "2:4")}
         times.write(path, GPU, [], [], 0)
     assert json.loads(path.read_text())["codecs"] == [{"codec": "sparse11", **about}]
-    path.write_text(path.read_text().replace('"1": 1.25', '"1": 0'))
-    with pytest.raises(ValueError, match="not a measurement"):
-        times.read(path)
+    for was, bad in (('"1": 1.25', '"1": 0'), ('"1": 1.25', '"1": 1' + "0" * 30), ("4096", "1" + "0" * 30)):
+        (own_tables / "bad").write_text(path.read_text().replace(was, bad))
+        with pytest.raises(ValueError, match="not a measurement"):
+            times.read(own_tables / "bad")
 
 
 def test_shipped_tables_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -544,19 +545,32 @@ def test_a_broken_table_of_the_user_is_replaced_and_another_file_is_not(tmp_path
     times.times.cache_clear()
 
 
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float16"), ((8, 9), "bfloat16"), ((12, 0), "bfloat16")])
 def test_what_is_shared_says_nothing_of_the_user(
-    own_tables: Path, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own_tables: Path,
+    gpu: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    capability: tuple[int, int],
+    dtype: str,
 ) -> None:
     """A file of a GPU's facts and times, that a table's checks take; on a CPU an error."""
-    gpu(capability=(8, 9))
-    about = {"gpu": GPU, "capability": "8.9", "sms": 128, "driver_version": "580"}
+    gpu(capability=capability)
+    about = {"gpu": GPU, "capability": "{}.{}".format(*capability), "sms": 128, "driver_version": "580"}
     monkeypatch.setattr(share, "about_gpu", lambda device: about)
-    monkeypatch.setattr(share, "measure", lambda rows, cols, tokens, *_: [line(rows, cols, 0.5, dense=2, tile=1)])
+    timed: set[torch.dtype] = set()
+
+    def measure(rows: int, cols: int, *others: Any) -> list[dict[str, Any]]:
+        timed.add(others[-1])
+        return [line(rows, cols, 0.5, dense=2, tile=1)]
+
+    monkeypatch.setattr(share, "measure", measure)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     path = share.share(own_tables / "times.json", progress=False)
     content = json.loads(path.read_text())
     assert content.pop("linear") == [line(*shape, 0.5, dense=2, tile=1) for shape in share.SHAPES]
     assert content == about
+    assert timed == {getattr(torch, dtype)}
     monkeypatch.undo()
     assert main(["tune", "--share", "--device", "cpu"]) == 1
     assert main(["tune", "--share", "--shapes", "512x512", "--device", "cpu"]) == 1

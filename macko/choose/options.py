@@ -68,6 +68,8 @@ class Options:
         if format not in CHOICES:
             format_named(format, *CHOICES)
         object.__setattr__(self, "format", format)
+        if pattern and self.pattern not in ("auto", pattern):
+            raise ValueError(f"format has the pattern {pattern}, and pattern is {self.pattern!r}: leave one out")
         object.__setattr__(self, "pattern", pattern or self.pattern)
         if not self.may_slide and self.pattern != "auto":
             raise ValueError(f'a pattern is of formats "slide" and "mixed", the format is {self.format!r}')

@@ -249,8 +249,8 @@ def _codec_line(line: Line) -> Line:
 
 def _check(line: Line, sizes: Iterable[str], good: bool, measured: dict[str, float]) -> None:
     """ValueError where a line is no measurement: whole numbers from 1 for its sizes, and more than 0 for each time."""
-    good = good and all(type(line[size]) is int and line[size] > 0 for size in sizes)
-    if not good or not measured or not all(value > 0 for value in measured.values()):
+    good = good and all(type(line[size]) is int and 0 < line[size] < 1 << 31 for size in sizes)
+    if not good or not measured or not all(0 < value < 1e12 for value in measured.values()):
         raise ValueError(f"not a measurement: {line}")
 
 

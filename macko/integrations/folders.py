@@ -29,16 +29,20 @@ _PARTS = (*Planes12Weight.tensor_names, "weight")
 
 
 def float32_weights(source: Path) -> tuple[int, int]:
-    """How many weights a folder has in float32, and how many are no bfloat16 numbers; 0 where no matrix is float32."""
-    count = rounded = matrices = 0
+    """How many weights a folder has in float32, and how many are no bfloat16 numbers.
+
+    0 where most of its matrices are not float32: a router that alone is stays so.
+    """
+    count = rounded = of_matrices = 0
     with Checkpoint(source) as file:
         for name in file:
             tensor = file[name]
+            if tensor.dim() > 1:
+                of_matrices += tensor.numel() * (1 if tensor.dtype == torch.float32 else -1)
             if tensor.dtype == torch.float32:
-                matrices += tensor.dim() == 2
                 count += tensor.numel()
                 rounded += int((tensor.view(torch.int32) & 0xFFFF).count_nonzero())
-    return (count, rounded) if matrices else (0, 0)
+    return (count, rounded) if of_matrices > 0 else (0, 0)
 
 
 def pack_folder(source: Path, target: Path, ignore: Sequence[str], rounds: bool = False) -> dict[str, Any]:

@@ -36,4 +36,7 @@ def dispatch(
     if device_map in AUTOMATIC:
         device_map = infer_auto_device_map(model, max_memory, no_split_module_classes=list(not_split))
     places = device_map if isinstance(device_map, dict) else {"": device_map}
+    if places.get("") == "disk":  # under the name of the whole accelerate would put nothing there
+        whole = (*model.named_children(), *model.named_parameters(recurse=False), *model.named_buffers(recurse=False))
+        places = {name: "disk" for name, _ in whole} | {name: place for name, place in places.items() if name}
     dispatch_model(model, places, offload_dir=offload_folder, offload_buffers=bool(offload_buffers), skip_keys=skipped)

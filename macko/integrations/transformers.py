@@ -31,6 +31,7 @@ from ..choose.times import packed_share
 from ..files import TYPES, Checkpoint, check_whole, join, named, on_disk, open_tensors
 from ..nn.convert import CONVERTED, convert_weight, stack_of, warn_if_unchanged
 from ..nn.experts import (
+    NOT_OFFLOADED,
     PROJECTIONS,
     SparseExperts,
     Stack,
@@ -41,6 +42,7 @@ from ..nn.experts import (
     not_stacked,
     projections,
     put,
+    replace,
     saved_by_expert,
     turned,
     unfold_,
@@ -191,6 +193,7 @@ class MackoHfQuantizer(HfQuantizer):
         tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
         for layer in find_linears(model, self.quantization_config.ignore, None):
             reason = layer.left_out or layer.changed or ("its weight is tied" if f"{layer.name}.weight" in tied else "")
+            reason = reason or self._kept_wider(layer.module.weight)
             if not reason and type(layer.module) is nn.Linear:
                 self._found[layer.name] = layer
             else:
@@ -199,14 +202,25 @@ class MackoHfQuantizer(HfQuantizer):
                 kind = f"{type(layer.module).__name__} is a subclass of nn.Linear and may do something else"
                 self.report.layers.append(LayerReport(layer.name, shape, None, "dense", size, size, reason or kind))
         for found in find_experts(model, self.quantization_config.ignore, None):
+            weight: Any = found.module._parameters["down_proj"]
+            left_out = found.left_out or (NOT_OFFLOADED if OFFLOADS.get() else "") or self._kept_wider(weight)
             for key in projections(found.module):
-                if found.left_out:
-                    self._leave(found.module, f"{found.name}.{key}", found.left_out)
+                if left_out:
+                    self._leave(found.module, f"{found.name}.{key}", left_out)
                 else:
                     self._experts[f"{found.name}.{key}"] = found.name
         conversions = get_model_conversion_mapping(model)
         self._split = [list(c.target_patterns) for c in conversions if len(c.target_patterns) > 1]
         self._share = _expected_share(checkpoint_files or [], self._found)
+
+    def _kept_wider(self, weight: Tensor) -> str:
+        """Why a weight that the model makes in another dtype than its own, as a router, is left, or nothing.
+
+        transformers would read what is to be packed in the model's dtype.
+        """
+        if self._dtype in (None, weight.dtype):
+            return ""
+        return f"the model keeps it in {str(weight.dtype).removeprefix('torch.')}"
 
     def _packed_by_expert(self, model: Any) -> set[str]:
         """Names of modules of experts that the files have packed, one by one."""
@@ -522,9 +536,9 @@ class MackoHfQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        for name, module in list(model.named_modules()):
+        for module in list(model.modules()):
             if isinstance(module, SparseExperts):
-                put(model, name, module.to_dense().to(dtype))
+                replace(model, {module: module.to_dense().to(dtype)})
         return unpacked(model, dtype)
 
 

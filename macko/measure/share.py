@@ -84,7 +84,7 @@ def share(
     where = torch.device(device)
     with torch.cuda.device(where):
         about = about_gpu(where)
-        dtype = torch.float16 if about["capability"] < "8" else torch.bfloat16
+        dtype = torch.float16 if torch.cuda.get_device_capability(where) < (8, 0) else torch.bfloat16
         lines = [
             line
             for rows, cols in tqdm(shapes, disable=not progress, unit="shape", leave=False)

@@ -33,6 +33,7 @@ from ..choose.patterns import density_of
 from ..choose.slide import slide_note, slides
 from ..weights import SLIDE_PATTERNS, Dense12Weight, PackedWeight, straddling
 from .experts import (
+    NOT_OFFLOADED,
     FoundExperts,
     SparseExperts,
     Stack,
@@ -40,8 +41,9 @@ from .experts import (
     is_experts,
     not_stacked,
     oriented,
+    packed_rows,
     projections,
-    put,
+    replace,
 )
 from .find import Filter, FoundLinear, check_model, find_linears, tied_parameters, unpackable
 from .linear import SparseLinear, unsupported, with_hooks
@@ -88,7 +90,8 @@ def sparsify_(
             "mixed", as "slide 6:8"; else it is the sparsest that a weight fits.
         ignore: layers to leave dense: full names, last components of names, or globs over full names. "lm_head" stands
             for the output heads of a model of transformers by any name, those of classifiers too.
-        filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match.
+        filter_fn: filter_fn(module, full name) says whether to convert a layer that ignore does not match; a mixture's
+            experts are one module, without in_features.
         min_sparsity: layers with a smaller share of zeros stay dense, as do those that would not become smaller;
             default: 0 for format "slide", else 0.25. "dense12" does not look at zeros.
         device: where to pack each layer, and where the whole model is in the end; default: where it is.
@@ -215,7 +218,7 @@ def compress_(
     merge = False if offload else merge
     found = find_linears(model, ignore, filter_fn), find_experts(model, ignore, filter_fn)
     for experts in found[1] if offload else ():
-        experts.left_out = experts.left_out or "offloaders cannot move packed experts yet"
+        experts.left_out = experts.left_out or NOT_OFFLOADED
     report = _convert_all(model, *found, convert, stack, device, merge, progress)
     warn_if_unchanged(report, "compress_")
     if offload:
@@ -225,6 +228,8 @@ def compress_(
 
 def _refuse_one_layer(model: nn.Module, what: str) -> None:
     check_model(model, what)
+    if is_experts(model):
+        raise ValueError(f"{what} replaces modules in a model, this model is one of experts: give it what holds them")
     if isinstance(model, nn.Linear):
         raise ValueError(
             f"{what} replaces layers in a model, this model is one layer: use SparseLinear.from_linear(model)"
@@ -256,7 +261,7 @@ def _convert_all(
 ) -> Report:
     """What became of all layers, converted in place; whatever stops it leaves the model as it was."""
     tied, device = tied_parameters(model), None if device is None else torch.device(device)
-    rows: list[LayerReport] = []
+    rows = packed_rows(model)
     with contextlib.ExitStack() as undo:
         with tqdm(found, disable=not progress, delay=1, unit="layer", leave=False) as bar:
             for layer in bar:
@@ -462,8 +467,8 @@ def _replace_experts(model: nn.Module, found: FoundExperts, sparse: SparseExpert
     """Puts packed experts in the place of dense ones; returns what undoes it. The dense ones are let go."""
     dense = weakref.ref(found.module)
     trainable = [name for name in projections(sparse) if found.module._parameters[name].requires_grad]  # type: ignore[union-attr]
+    replace(model, {found.module: sparse})
     found.module = sparse
-    put(model, found.name, sparse)
 
     def undo() -> None:
         kept = dense()
@@ -471,7 +476,7 @@ def _replace_experts(model: nn.Module, found: FoundExperts, sparse: SparseExpert
             kept = sparse.to_dense()
             for name in trainable:
                 kept._parameters[name].requires_grad_()  # type: ignore[union-attr]
-        put(model, found.name, kept)
+        replace(model, {sparse: kept})
 
     return undo
 
@@ -564,8 +569,10 @@ def check_shards(cols: int, shards: int, pattern: str) -> None:
     A pattern is kept by a shard where its groups are those of the whole weight: slide after sharding.
 
     Raises:
-        ValueError: a group straddles two shards: names them.
+        ValueError: a group straddles two shards: names them; or there is no such pattern.
     """
+    if pattern not in SLIDE_PATTERNS:
+        raise ValueError(f"pattern is {pattern!r}, expected one of {', '.join(SLIDE_PATTERNS)}")
     width = -(-cols // max(1, shards))
     for shard in range(1, shards):
         start = min(shard * width, cols)

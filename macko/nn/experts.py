@@ -18,12 +18,15 @@ from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
 from ..weights.registry import ROUNDED_EXPERTS, not_a_stack
 from ..weights.slab import SlabWeight
 from .find import Filter, matching
-from .linear import SparseLinear, as_extra_state, autocast_dtype, unsupported, with_hooks
+from .linear import NO_CONTENT, SparseLinear, as_extra_state, autocast_dtype, unsupported, with_hooks
+from .report import LayerReport
 
 #: What an experts module of transformers holds in three dimensions, in the order in which they are multiplied.
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 #: What transformers' use_experts_implementation notes on a module: then these say all that has to be known of it.
 FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_INTERFACE = "transformers.integrations.moe"
+NOT_OFFLOADED = "offloaders cannot move packed experts yet"
 #: An expert begins at a row block of slabs.
 ROW_BLOCK = 64
 
@@ -31,7 +34,13 @@ ROW_BLOCK = 64
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers 5 runs this dense module by its experts interface, whatever model it is of."""
     flags = all(isinstance(getattr(module, name, None), bool) for name in FLAGS)
-    return flags and hasattr(module, "num_experts") and all(name in module._parameters for name in projections(module))
+    runs_it = getattr(type(module).forward, "__globals__", {}).get("__name__") == _INTERFACE  # no subclass's own
+    return (
+        flags
+        and runs_it
+        and hasattr(module, "num_experts")
+        and all(name in module._parameters for name in projections(module))
+    )
 
 
 def projections(experts: nn.Module) -> tuple[str, str]:
@@ -57,6 +66,8 @@ def find_experts(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
             left_out = f"ignored by {ignored[0]!r}" if ignored else None
             if not ignored and filter_fn is not None and not filter_fn(module, name):
                 left_out = "left out by filter_fn"
+            if name.endswith(".base_layer"):
+                left_out = left_out or "an adapter of peft changes its weights: merge_and_unload() first"
             found.append(FoundExperts(name, module, left_out))
     return found
 
@@ -136,6 +147,7 @@ def _pack(w: Tensor, options: Options) -> PackedWeight:
     try:
         if kind is not None:
             return kind.from_dense(w)
+        TileWeight._check_dtype(w.dtype)
         canonical = MackoWeight.smallest(w)
     except RuntimeError as error:  # more entries than int32 counts
         if "macko::" not in str(error):
@@ -202,8 +214,7 @@ class PackedStack(nn.Module):
         if target.dtype != packed.dtype:
             if target.dtype not in packed.dtypes:
                 raise TypeError(f"SparseExperts: {packed.format} does not hold {target.dtype}: dequantize first")
-            dense = packed.to_dense().to(target.device, target.dtype)
-            self._hold(Stack(type(packed).from_dense(dense), self.experts, self.rows))
+            self._hold(Stack(_converted(packed, target.device, target.dtype), self.experts, self.rows))
         return super()._apply(fn, recurse)
 
     def get_extra_state(self) -> Tensor:
@@ -218,30 +229,46 @@ class PackedStack(nn.Module):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        local, strict, missing, unexpected, errors = args
+        names = [prefix + name for name in (*self._buffers, "_extra_state")]
         if self.is_saved_dense:
             return
-        local, strict, missing, unexpected, errors = args
-        extra = state_dict.get(f"{prefix}_extra_state")
         try:
-            if extra is not None:
-                self._hold(self._loaded(state_dict, prefix, json.loads(bytes(extra.tolist()))))
-        except (LookupError, TypeError, ValueError) as error:
-            errors.append(f"{prefix}: {error}")
+            if any(name in state_dict for name in names):
+                stack = self._loaded(state_dict, prefix, local.get("assign_to_params_buffers", False))
+                state_dict |= {prefix + name: tensor for name, tensor in stack.packed.tensors().items()}
+                self._hold(dataclasses.replace(stack, packed=stack.packed.empty_like(self.stack.packed.device)))
+        except (TypeError, ValueError) as error:
+            errors.append(f"{prefix.removesuffix('.')}: {error}")
             return
         super()._load_from_state_dict(state_dict, prefix, local, strict, missing, unexpected, errors)
 
-    def _loaded(self, state: dict[str, Any], prefix: str, about: dict[str, Any]) -> Stack:
-        """An empty stack of the sizes that a state says, once its content is looked at."""
-        experts, rows = about.pop("experts"), about.pop("expert_rows")
-        kind = FORMATS[about["format"]]
-        sizes = kind.sizes_of(about)
-        packed = kind(**{name: state[prefix + name] for name in kind.tensor_names}, **sizes)
-        if packed.device.type != "meta":
-            packed.validate()
+    def _loaded(self, state: dict[str, Any], prefix: str, assigned: bool) -> Stack:
+        """The stack of a state, once its content is looked at, as the module can hold it."""
         now = self.stack
+        if (extra := state.get(f"{prefix}_extra_state")) is None:
+            raise ValueError(f"the state has no _extra_state of its {now.packed.format} weight")
+        try:
+            about = json.loads(bytes(extra.tolist()))
+            experts, rows, kind = about.pop("experts"), about.pop("expert_rows"), FORMATS[about["format"]]
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
+        if missing := [name for name in kind.tensor_names if prefix + name not in state]:
+            raise ValueError(f"the state has no {', '.join(missing)} of its {kind.format} weight")
+        packed = kind(**{name: state[prefix + name] for name in kind.tensor_names}, **kind.sizes_of(about))
         if (experts, rows, packed.shape) != (now.experts, now.rows, now.packed.shape):
             raise ValueError(f"the state has {experts} experts of {rows} rows, the module {now.experts} of {now.rows}")
-        return Stack(packed.empty_like(now.packed.device), experts, rows)
+        if packed.device.type != "meta":
+            packed.validate()
+            if packed.dtype != now.packed.dtype and not assigned:
+                packed = _converted(packed, packed.device, now.packed.dtype)
+        elif not assigned and now.packed.device.type != "meta":
+            raise ValueError(NO_CONTENT)
+        return Stack(packed, experts, rows)
+
+
+def _converted(packed: PackedWeight, device: torch.device, dtype: torch.dtype) -> PackedWeight:
+    return type(packed).from_dense(packed.to_dense().to(device, dtype))
 
 
 # ---- The module ------------------------------------------------------------------------------------------------------
@@ -301,7 +328,7 @@ class SparseExperts(nn.Module):
     def _gates_by_silu(self) -> bool:
         """Whether the gate is the one that linear_experts has: transformers' own, and silu."""
         gate = getattr(self.experts_class, "_apply_gate", None)
-        own = getattr(gate, "__module__", "") != "transformers.integrations.moe"
+        own = getattr(gate, "__module__", "") != _INTERFACE
         return not own and self.has_gate and type(self.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
     def _biased(self, name: str, y: Tensor, ids: Tensor, order: Tensor) -> Tensor:
@@ -341,23 +368,32 @@ class SparseExperts(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        _, _, missing, unexpected, errors = args
-        for name, stack in self.packed_stacks().items():
-            dense = state_dict.get(prefix + name)
-            if dense is None and self._part(name).is_saved_dense:
+        local, _, missing, unexpected, errors = args
+        for name in self.packed_stacks():
+            dense, part = state_dict.get(prefix + name), self._part(name)
+            if dense is None and part.is_saved_dense:
                 missing.append(prefix + name)
             elif dense is not None:
                 unexpected[:] = [key for key in unexpected if key != prefix + name]
-                w = turned(self, dense)
                 try:
-                    if tuple(w.shape) != stack.shape:
-                        raise ValueError(
-                            f"size mismatch: the state has {list(w.shape)}, the experts {list(stack.shape)}"
-                        )
-                    w = w.detach().to(stack.packed.device, stack.packed.dtype)
-                    self.hold(name, Stack.from_dense(w, Options(stack.packed.format)))
+                    part._hold(self._packed_again(dense, part, local.get("assign_to_params_buffers", False)))
                 except ValueError as error:
                     errors.append(f"{prefix}{name}: {error}")
+
+    def _packed_again(self, dense: Tensor, part: PackedStack, assigned: bool) -> Stack:
+        """The stack of a state's dense weight, where files hold it so."""
+        w, now = turned(self, dense.detach()), part.stack
+        on_meta = now.packed.device.type == "meta"
+        if not part.is_saved_dense:
+            raise ValueError("the state has a dense weight, and these experts are sparse: load it before sparsify_")
+        if tuple(w.shape) != now.shape:
+            raise ValueError(f"size mismatch: the state has {list(w.shape)}, the experts {list(now.shape)}")
+        if w.device.type == "meta" and not assigned and not on_meta:
+            raise ValueError(NO_CONTENT)
+        if w.device.type == "meta" or (on_meta and not assigned):
+            return dataclasses.replace(now, packed=now.packed.empty_like("meta"))
+        w = w.to(w.device if on_meta else now.packed.device, w.dtype if assigned else now.packed.dtype)
+        return Stack.from_dense(w, Options(now.packed.format))
 
     def extra_repr(self) -> str:
         held = self.packed_stacks().items()
@@ -389,6 +425,7 @@ class UnfoldedExperts(nn.Module):
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
         self.of: tuple[Any] = (experts,)  # in a tuple, so that it is no submodule
+        self.num_experts = experts.num_experts
         self._modules.update({name: m for name, m in experts._modules.items() if not isinstance(m, PackedStack)})
         self._is_hf_initialized = True
         packed = experts.packed_stacks() if isinstance(experts, SparseExperts) else {}
@@ -412,6 +449,11 @@ class UnfoldedExperts(nn.Module):
             return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
         half = self.rows[key] // 2
         return {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}
+
+    def stacked(self) -> dict[str, list[nn.Module]]:
+        """The layers that each projection is made of."""
+        ones: list[Any] = [self._modules[str(e)] for e in range(self.of[0].num_experts)]
+        return {key: [getattr(one, name) for one in ones for name in self.parts(key)] for key in self.rows}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         experts = self.of[0]
@@ -491,13 +533,30 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, module)
 
 
+def replace(model: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
+    """Puts modules in the places of others, wherever these hang."""
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child in new:
+                setattr(parent, name, new[child])
+
+
+def packed_rows(model: nn.Module) -> list[LayerReport]:
+    """Rows of the experts that are packed already."""
+    rows = []
+    for name, module in model.named_modules():
+        for key, stack in module.packed_stacks().items() if isinstance(module, SparseExperts) else ():
+            size, about = stack.packed.nbytes, "is sparse already"
+            rows.append(LayerReport(f"{name}.{key}", stack.shape, None, stack.packed.label, size, size, about))
+    return rows
+
+
 def unfold_(model: nn.Module, which: Callable[[str, nn.Module], bool]) -> list[str]:
     """Puts UnfoldedExperts in the place of experts modules, dense or packed; their names."""
     both = [(n, m) for n, m in model.named_modules() if n and (is_experts(m) or isinstance(m, SparseExperts))]
-    names = [name for name, module in both if which(name, module)]
-    for name in names:
-        put(model, name, UnfoldedExperts(model.get_submodule(name)))
-    return names
+    found = {name: module for name, module in both if which(name, module)}
+    replace(model, {module: UnfoldedExperts(module) for module in found.values()})
+    return list(found)
 
 
 def fold_(model: nn.Module, names: Iterable[str], options: Options) -> None:
@@ -512,8 +571,8 @@ def unfolded(model: nn.Module, which: Callable[[str, nn.Module], bool] = lambda 
     try:
         yield
     finally:
-        for name in names:
-            put(model, name, model.get_submodule(name).of[0])  # type: ignore[index, arg-type]
+        ones: Any = [model.get_submodule(name) for name in names]
+        replace(model, {one: one.of[0] for one in ones})
 
 
 def saved_by_expert(name: str, module: nn.Module) -> bool:

@@ -89,8 +89,9 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
         else:
             found[id(module)] = FoundLinear(name, module, place, [], None)
     unmatched = set(ignore) - set(IGNORED)
+    stacked = [(name, module) for name, module in model.named_modules() if hasattr(module, "num_experts")]
     unmatched -= set(
-        matching(ignore, [name for name, module in model.named_modules() if hasattr(module, "num_experts")])
+        matching(ignore, [f"{name}{key}" for name, m in stacked for key in ("", *(f".{k}" for k in m._parameters))])
     )
     # A new adapter's second matrix is all zeros: pruned or packed it would never be trained. (Names as peft has them.)
     adapters = tuple(
@@ -99,9 +100,17 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
         for part in getattr(module, "adapter_layer_names", ())
     )
     heads = output_heads(model) if "lm_head" in ignore else set()
-    changed = _changed_in_place(model)
+    # Of experts that are layers for a while (UnfoldedExperts): what the stacks that they are of are called.
+    stacks = {
+        id(layer): [name, f"{name}.{key}"]
+        for name, module in model.named_modules()
+        if hasattr(module, "stacked")
+        for key, layers in module.stacked().items()  # type: ignore[operator]
+        for layer in layers
+    }
+    changed, routers = _changed_in_place(model), _routers(model)
     for layer in found.values():
-        names = [layer.name, *layer.aliases]
+        names = [layer.name, *layer.aliases, *stacks.get(id(layer.module), [])]
         ignored = matching(ignore, names)
         unmatched -= set(ignored)
         layer.changed = changed.get(id(layer.module))
@@ -111,6 +120,8 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
             layer.left_out = "ignored by 'lm_head': it is an output head"
         elif layer.name.startswith(adapters):
             layer.left_out = "an adapter's"
+        elif id(layer.module) in routers:
+            layer.left_out = "it chooses experts, or weighs shared ones"
         elif filter_fn is not None and not filter_fn(layer.module, layer.name):
             layer.left_out = "left out by filter_fn"
     if unmatched:
@@ -148,6 +159,23 @@ def output_heads(model: nn.Module) -> set[int]:
                 heads.append(child)
     parts = [part for head in heads if isinstance(head, nn.Module) for part in head.modules()]
     return {id(part) for part in parts if isinstance(part, nn.Linear)}
+
+
+def _routers(model: nn.Module) -> set[int]:
+    """ids of linear layers that give a number for each of a mixture's experts, or one, in the block that these are of.
+
+    Most models have no nn.Linear there.
+    """
+    routers: set[int] = set()
+    for name, module in model.named_modules():
+        weights = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+        holds = any(p.dim() == 3 for p in weights) or hasattr(module, "stacked") or hasattr(module, "packed_stacks")
+        count = getattr(module, "num_experts", None)
+        if name and isinstance(count, int) and holds:
+            inside = set(module.modules())
+            others = (m for m in model.get_submodule(name.rpartition(".")[0]).modules() if m not in inside)
+            routers |= {id(m) for m in others if isinstance(m, nn.Linear) and m.out_features in (1, count)}
+    return routers
 
 
 def _changed_in_place(model: nn.Module) -> dict[int, str]:

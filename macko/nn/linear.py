@@ -53,7 +53,7 @@ def as_extra_state(about: Mapping[str, Any]) -> Tensor:
 
 #: The tensors that a state_dict has of a layout, and no module has as attributes.
 _SAVED = SimpleNamespace(**dict.fromkeys(IN_FILES))
-_NO_CONTENT = "the state is on the meta device and has no content to copy"
+NO_CONTENT = "the state is on the meta device and has no content to copy"
 
 
 def autocast_dtype(input: Tensor) -> torch.dtype | None:
@@ -642,7 +642,7 @@ class SparseLinear(nn.Linear):
         on_meta = "meta" in (self.device.type, found.device.type)
         packed = found.materialized(None if on_meta else self.device)
         if not assigned and packed.device.type == "meta" != self.device.type:
-            raise ValueError(_NO_CONTENT)
+            raise ValueError(NO_CONTENT)
         elsewhere = self.device.type not in packed.device_types
         if not on_meta and (elsewhere or (not assigned and packed.dtype != self.dtype)):
             packed = packed.to(self.device, self.dtype)
@@ -655,7 +655,7 @@ class SparseLinear(nn.Linear):
             raise ValueError(f"size mismatch: the state has shape {list(dense.shape)}, the layer {wanted}")
         if dense.device.type == "meta":  # as a packed state there: without content
             if not assigned and self.device.type != "meta":
-                raise ValueError(_NO_CONTENT)
+                raise ValueError(NO_CONTENT)
             return self._view.empty_like("meta")
         target = dense.device if self.device.type == "meta" else self.device
         return self._format.from_dense(dense.detach().to(target, dense.dtype if assigned else self.dtype))

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..choose.auto import SPARSE11_LISTED
 from ..choose.exponents import outside_table
 from ..choose.patterns import density_of
-from ..nn.experts import is_experts, unfolded
+from ..nn.experts import is_experts, packed_rows, unfolded
 from ..nn.find import IGNORED, Filter, FoundLinear, check_model, find_linears, unpackable
 from ..nn.linear import DTYPES, SparseLinear
 from ..nn.report import LayerReport, Report
@@ -70,7 +70,7 @@ def sparsegpt(weight: Tensor, share: float, pattern: Pattern | None, seen: Tenso
         diagonal, idle = corner.diagonal(), unused[start:stop]
         if pattern is None:
             count = round(rows * stop * share) - round(rows * start * share)
-            mask = _lowest_of_row(_loss(block, diagonal, idle).view(1, -1), count).view(block.shape)
+            mask = _lowest_of_row(_loss(block, diagonal, idle).reshape(1, -1), count).view(block.shape)
             mask |= (weight[:, start:stop] == 0) & (share == 0)
         else:
             mask = torch.zeros_like(block, dtype=torch.bool)
@@ -119,7 +119,7 @@ def lowest(score: Tensor, share: float, pattern: Pattern | None = None) -> Tenso
     score = score.nan_to_num(nan=torch.inf, posinf=torch.inf)
     if pattern is not None:
         n, m = pattern
-        order = score.view(-1, m).argsort(dim=1, stable=True)
+        order = score.reshape(-1, m).argsort(dim=1, stable=True)
         return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, : m - n], True).view(rows, cols)
     ends = (torch.arange(rows + 1, dtype=torch.float64) * cols * share).round().long()
     counts = ends.diff()
@@ -206,7 +206,7 @@ def prune_(
         A Report of every nn.Linear with the density it has now, why it was left, and what was fitted. A shared weight
         is pruned once; what looks like a layer and is none (GPT-2's Conv1D) is named too. Experts of a mixture that
         transformers holds in one tensor are pruned one by one, as layers NAME.experts.3.gate_proj of their own tokens;
-        a line names those that no token of the calibration reached.
+        a line names those that no token of the calibration reached. Routers stay as they are.
 
     Example:
         >>> macko.prune_(model, 0.5, "wanda", calibration=[tokenizer(text, return_tensors="pt") for text in texts])
@@ -220,6 +220,10 @@ def prune_(
     are pruned and whose others are as they were. A note on the exception says which (before Python 3.11: a warning).
     """
     check_model(model, "prune_")
+    if is_experts(model):
+        raise ValueError(
+            "prune_ replaces modules in a model for a while, this model is one of experts: give it what holds them"
+        )
     if any(is_experts(module) for module in model.modules()):
         # Each expert as layers of its own, which see its own tokens alone; their weights are views of the stack.
         with unfolded(model, lambda name, module: is_experts(module)):
@@ -253,7 +257,7 @@ def _prune(
     pruning = _Pruning(method, share, groups, device, done, fitter, auto)
     with torch.no_grad():
         pruning.run(model, todo, batches, progress)
-    rows = [*(_row(layer, reasons[layer.name]) for layer in found), *unpackable(model)]
+    rows = [*(_row(layer, reasons[layer.name]) for layer in found), *packed_rows(model), *unpackable(model)]
     notes = [*pruning.notes, *pruning.unreached(), *_exponents(todo)]
     return Report(rows, fitter.fits if fitter else [], notes)
 

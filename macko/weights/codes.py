@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -46,8 +48,7 @@ def quantised(w: Tensor, kind: int) -> tuple[Tensor, Tensor]:
         wide = rows.float()
         most = wide.abs().amax(1) if w.shape[1] else wide.new_zeros(len(wide))
         if not bool(most.isfinite().all()):
-            row = first + int((~most.isfinite()).nonzero()[0])
-            raise ValueError(f"row {row} of the weight has NaN or Inf, which {KINDS[kind]} with a scale does not hold")
+            refuse_row(first + int((~most.isfinite()).nonzero()[0]), kind)
         scale = torch.where(most > 0, over(most, _MOST[kind]).clamp(min=_SMALLEST_SCALE), 1)
         nearest = rounded(wide, scale[:, None], kind)
         off = (_values(nearest, scale[:, None], w.dtype) != rows).any(1).nonzero()[:, 0]
@@ -57,6 +58,11 @@ def quantised(w: Tensor, kind: int) -> tuple[Tensor, Tensor]:
         codes[first : first + step] = nearest
         scales[first : first + step] = scale
     return codes, scales
+
+
+def refuse_row(row: int, kind: int) -> NoReturn:
+    """ValueError for a row that no scale holds."""
+    raise ValueError(f"row {row} of the weight has NaN or Inf, which {KINDS[kind]} with a scale does not hold")
 
 
 def check(values: Tensor, scales: Tensor) -> None:

@@ -26,6 +26,7 @@ class SlabWeight(PackedWeight):
     overlaps: ClassVar[bool] = True
     stores_parts: ClassVar[bool] = True
     stacks: ClassVar[bool] = True
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     #: Sizes that the op `check` counts.
     counted: ClassVar[tuple[str, ...]] = ("entries",)
 
@@ -112,7 +113,6 @@ class Dense12Weight(SlabWeight):
 
     format: ClassVar[str] = "dense12"
     of_dense: ClassVar[bool] = True
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     saved_dense: ClassVar[bool] = True
     any_weight: ClassVar[bool] = True
     counted: ClassVar[tuple[str, ...]] = ("listed",)
@@ -215,7 +215,6 @@ class Sparse11Weight(SlabWeight):
     device_types: ClassVar[tuple[str, ...]] = ("cuda",)
     is_layout: ClassVar[bool] = True
     timed_by: ClassVar[str] = "tile"
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     counted: ClassVar[tuple[str, ...]] = ("entries", "listed")
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **PackedWeight.limits, "table_low": range(2**32), "table_high": range(2**32)

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from .. import _library, ops
+from . import codes
 from .base import PackedWeight, Shape, not_held, stacked_codes
 
 #: Types of a slide weight's values, by SlideWeight.element, and of its activations, by SlideWeight.source.
@@ -85,7 +86,8 @@ class SlideWeight(PackedWeight):
             prune: whether groups with too many non-zeros lose the smallest.
 
         Raises:
-            ValueError: w does not fit the pattern: names the first row, group and count; or has 32 bits and is to stay.
+            ValueError: w does not fit the pattern: names the first row, group and count; or has 32 bits and is to stay;
+                or NaN or Inf, and is to be rounded: names the first row.
         """
         if element < 0 and w.dtype not in SLIDE_ELEMENTS:
             raise ValueError(f"the slide format holds int8, float8, float16 and bfloat16, the weight is {w.dtype}")
@@ -93,6 +95,8 @@ class SlideWeight(PackedWeight):
         element = SLIDE_ELEMENTS.index(w.dtype) if element < 0 else element
         with not_held("does not fit the pattern"):
             tiles, scale, _ = ops.slide_pack(w, n, SLIDE_ELEMENTS[element], prune)
+        if not bool(scale.isfinite().all()):
+            codes.refuse_row(int((~scale.isfinite()).nonzero()[0]), 1 - element)
         source = SLIDE_SOURCES.index(w.dtype) if source < 0 else source
         rows, cols = w.shape
         return cls(tiles, scale, tiles.new_empty(0, 0, 0), rows, cols, n, element, source)
@@ -130,8 +134,8 @@ class SlideWeight(PackedWeight):
 
     def to_dense(self) -> Tensor:
         """The dense [rows, cols] weight, as quantised."""
-        codes, scale = self.coded()
-        return codes if self.element >= 2 else (codes.float() * scale[:, None]).to(self.dtype)
+        numbers, scale = self.coded()
+        return numbers if self.element >= 2 else (numbers.float() * scale[:, None]).to(self.dtype)
 
     def coded(self) -> tuple[Tensor, Tensor]:
         """Values as packed and their scales, which are 1 where values are not quantised."""
@@ -194,17 +198,17 @@ class SlideWeight(PackedWeight):
 
     def _other(self) -> str:
         """What is not as packing its own values gives it, or nothing."""
-        codes = super().to_dense()  # refuses tensors of another dtype or shape
-        kind = codes.dtype
+        numbers = super().to_dense()  # refuses tensors of another dtype or shape
+        kind = numbers.dtype
         if self.element >= 2 and kind != self.dtype:
             return f"its values are {kind}, its activations {self.dtype}"
-        if codes.shape != self.shape:
+        if numbers.shape != self.shape:
             return f"scale has shape {list(self.scale.shape)}, expected [{self.rows}]"
         if self.element >= 2 and bool((self.scale != 1).any()):
             return "scale is not 1, but its values are not quantised"
-        if bool((self.scale < 0).any()):
-            return f"the scale of row {int((self.scale < 0).nonzero()[0])} is negative"
-        again = ops.slide_pack(codes, self.n, kind)[0]
+        if len(bad := (~(self.scale.isfinite() & (self.scale >= 0))).nonzero()):
+            return f"the scale of row {int(bad[0])} is negative, NaN or Inf"
+        again = ops.slide_pack(numbers, self.n, kind)[0]
         if not torch.equal(again, self.tiles):
             block, tile = (again != self.tiles).any(2).nonzero()[0].tolist()
             return f"row block {block}, tile {tile} is not what packing its values gives"

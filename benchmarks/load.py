@@ -10,10 +10,10 @@ sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed.
 
 benchmarks/spmm.py times cold launches of a GPU that has rested; this times what it sustains. Kernels are those of
 benchmarks/spmm.py, and F.linear of the matrix before it was pruned. They take turns of --seconds, of which the second
-half counts, in an order drawn anew each round. A line has the median of --rounds turns, and of each the SM clock and
-the power that the driver reported meanwhile; best_dense_us is that of the faster of dense and zeros, for dense12 and
-dense8 of dense, as their matrix has no zeros. Each is checked before it is timed, as there. Lines go to
-benchmarks/results/<gpu>/load.jsonl.
+half counts, in an order drawn anew each round. A line has the median of --rounds turns, and of each the mean clock, by
+the cycles that the SMs counted, and the power that the driver reported; best_dense_us is that of the faster of dense
+and zeros, for dense12 and dense8 of dense, as their matrix has no zeros. Each is checked before it is timed, as there.
+Lines go to benchmarks/results/<gpu>/load.jsonl.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from macko import _library
 from macko.measure.timing import capture, copies, time_replays
 
 from .spmm import DTYPES, Kernel, make_mask
-from .timing import append_jsonl, power_now, provenance, results, sm_clocks
+from .timing import Cycles, append_jsonl, power_now, provenance, results
 
 #: Rows x columns: of the Llamas and Mistral, of Qwen2.5-7B (down), of FLUX.1's transformer (from 3072x3072 on).
 SHAPES = (
@@ -69,17 +69,20 @@ class Turn:
     def take(self) -> None:
         replays = max(1, math.ceil(self.seconds / 2 / self.replay_seconds))
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        cycles = Cycles()
         events[0].record()
-        for event in events[1:]:
+        for at, event in enumerate(events[1:]):
             for _ in range(replays):
                 self.graph.replay()
+            cycles.read(at)
             event.record()
         events[1].synchronize()
         time.sleep(0.6 * events[0].elapsed_time(events[1]) / 1e3)  # the second half is under way
-        self.clocks.append(sm_clocks()[0])
         self.watts.append(power_now())
         events[2].synchronize()
-        self.us.append(events[1].elapsed_time(events[2]) * 1e3 / replays / self.launches)
+        us = events[1].elapsed_time(events[2]) * 1e3
+        self.us.append(us / replays / self.launches)
+        self.clocks.append(round(cycles.between() / us))
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import csv
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,21 @@ def load(name: str = "load") -> Lines:
 
 def load_tokens(name: str = "load") -> Lines:
     return ranked(wide(load(name), "{dtype} {tokens}", "{kernel}"), "dtype", "tokens")
+
+
+def load_clocks() -> Lines:
+    """In bfloat16, by tokens: speed-ups by time, and over F.linear of the dense matrix by cycles; mean clocks."""
+    lines = [x for x in load() if x["dtype"] == "bfloat16"]
+    rows = {row["tokens"]: row for row in load_tokens() if row["dtype"] == "bfloat16"}
+    for line in lines:
+        line["cycles"] = statistics.fmean(us * mhz for us, mhz in zip(line["all_us"], line["clock_mhz"], strict=True))
+    against(lines, {"kernel": "dense"}, "tokens", "rows", "cols", value="cycles")
+    for of in wide(lines, "{tokens}", "{kernel}"):
+        of_tokens = [line for line in lines if line["tokens"] == of["tokens"]]
+        for name in of["@"]:
+            clocks = [mhz for line in of_tokens if line["kernel"] == name for mhz in line["clock_mhz"]]
+            rows[of["tokens"]] |= {f"{name} cycles": of[f"{name} gain"], f"{name} mhz": statistics.fmean(clocks)}
+    return [*rows.values()]
 
 
 def load_shapes() -> Lines:

@@ -89,19 +89,14 @@ WHERE = paragraph("{gpu}, driver {driver}, torch {torch}, commit {commits}, memo
                   "SM clock up to {max_sm_mhz} MHz.")  # fmt: skip
 
 
-def load_table(*names: str) -> Table:
-    head = [" | tokens", *names, "shapes"]
-    return Table(
-        " | ".join(head), " | ".join(["{dtype} | {tokens}", *(f"{{{name} mean}}" for name in names), "{dense n}"])
-    )
+LOAD = ("tile", "sparse11", "dense12")
 
 
 def load_spread(lines: Lines) -> str:
     """By how much the turns of one product differ."""
     off = sorted(max(us) / min(us) - 1 for us in (line["all_us"] for line in lines))
     say = paragraph(
-        "Two turns of the same product differ by {median:.1%} in the median, and by more than {most:.0%} in one of "
-        "twenty, so smaller differences mean little."
+        "Two turns of a product differ by {median:.1%} in the median, and by more than {most:.0%} in one of twenty."
     )
     return say([*lines, {**lines[-1], "median": statistics.median(off), "most": off[len(off) * 19 // 20]}])
 
@@ -396,13 +391,17 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     ),
     "load where": (records.load, WHERE),
     "load": (
-        lambda: [line for line in records.load_tokens() if line["dtype"] == "bfloat16"],
-        load_table("tile", "sparse11", "dense12"),
+        records.load_clocks,
+        Table(
+            " | ".join(("tokens", *LOAD, f"MHz: dense, pruned, {', '.join(LOAD)}")),
+            "{tokens}" + "".join(f" | {{{name} mean}}, {{{name} cycles:.2f}}x" for name in LOAD)
+            + " | " + ", ".join(f"{{{name} mhz:.0f}}" for name in ("dense", "zeros", *LOAD)),
+        ),
     ),
     "load spread": (lambda: read(H100 / "load.jsonl"), load_spread),
     "load rows": (
         lambda: records.load_tokens("load_rows"),
-        load_table("tile", "tile_rows", "sparse11", "sparse11_rows", "dense12", "dense12_rows"),
+        columns_of("{tokens}", [f"{name}{rows}" for name in LOAD for rows in ("", "_rows")], "{% mean}"),
     ),
     "load shapes": (
         records.load_shapes,

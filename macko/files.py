@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from .choose.auto import gains_by_slabs, held_on
 from .choose.options import AUTO, Options
 from .nn.experts import PROJECTIONS, saved_by_expert
-from .nn.find import check_model, tied_parameters
+from .nn.find import check_model, submodule, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
 from .nn.offload import as_in_files
 from .weights import MackoWeight, PackedWeight, saved_as
@@ -146,10 +146,8 @@ def load_model(
         model = model.to(device)
     for name, module in model.named_modules():
         if isinstance(module, SparseLinear) and format is not None:
-            try:
+            with named(f"{os.fspath(path)}: {name or 'the model'}"):
                 module.reformat_(format)
-            except ValueError as error:
-                raise ValueError(f"{os.fspath(path)}: {name or 'the model'}: {error}") from None
     return model
 
 
@@ -182,23 +180,14 @@ def _made_there(
     made: dict[str, PackedWeight | Tensor] = {}
     by_slabs = device.type == "cuda" and gains_by_slabs(device)
     for name, about in file.layers.items():
-        layer = _submodule(model, name)
+        layer = submodule(model, name)
         if isinstance(layer, SparseLinear) or not isinstance(layer, nn.Linear):
             continue
         if saved_as(about)[0].stands_for_dense():
             weight, dtype = file.packed(name, device if by_slabs else None), None if on_meta else layer.weight.dtype
-            try:
+            with named(f"{file.path}: layer {name}"):
                 made[name] = held_on(weight, device, dtype, packs=format not in (None, "auto"))
-            except ValueError as error:
-                raise ValueError(f"{file.path}: layer {name}: {error}") from None
     return made
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None  # which put_sparse_layers says
 
 
 def version_of(layers: Mapping[str, Mapping[str, Any]]) -> int:
@@ -268,10 +257,8 @@ def check_about(about: Any, where: str) -> None:
             f"{where}: layers and shared are {type(layers).__name__} and {type(shared).__name__}, not dicts"
         )
     for name, sizes in layers.items():
-        try:
+        with named(f"{where}: layers[{name!r}]"):
             saved_as(sizes)
-        except ValueError as error:
-            raise ValueError(f"{where}: layers[{name!r}]: {error}") from None
     for alias, name in shared.items():
         if not isinstance(name, str):
             raise ValueError(f"{where}: shared[{alias!r}] is {name!r}, expected a name")
@@ -375,14 +362,14 @@ class Checkpoint:
         self._slid: Slid | None = None
         note = (self.path if self.path.is_dir() else self.path.parent) / NOTE
         if note.exists() and self.path.is_dir():
-            with _named(self.path):
+            with named(self.path):
                 self._slid = Slid(_json(note.read_text(encoding="utf-8"), note), self.config)
         about: dict[str, Any] = {}
         self._files: dict[str, Any] = {}
         self._torchao = False
         self._paths: dict[str, Path] = {}
         self.checksums: dict[str, Any] = {}
-        with _refused(self.path):
+        with named(self.path, *_BROKEN):
             for name in files:
                 file = open_tensors(name)
                 self._files |= dict.fromkeys(file.keys(), file)
@@ -473,11 +460,11 @@ class Checkpoint:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self:
             raise ValueError(f"there is no tensor {name}")
-        with _refused(self.path):
+        with named(self.path, *_BROKEN):
             tensor = self._files[name].get_tensor(name)
         if self._slid is None:
             return tensor
-        with _named(self.path):
+        with named(self.path):
             return self._slid.undo(name, tensor)
 
     @property
@@ -497,18 +484,16 @@ class Checkpoint:
         found = tuple(self._files[name].get_slice(name).get_shape())
         if self._slid is None:
             return found
-        with _named(self.path):
+        with named(self.path):
             return self._slid.shape(name, found)
 
     def packed(self, layer: str, device: torch.device | None = None) -> PackedWeight:
         """The validated packed weight of a layer; ValueError with the layer's name where it is none."""
-        try:
+        with named(f"{self.path}: layer {layer}", KeyError, ValueError):
             kind, sizes, names = saved_as(self.layers[layer])
             weight = kind(**{name: self[join(layer, name)] for name in names}, **sizes)  # type: ignore[arg-type]
             weight = weight if device is None else weight.to(device)
             weight.validate()
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{self.path}: layer {layer}: {error}") from None
         return weight
 
 
@@ -679,21 +664,17 @@ def _files_of_index(index: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """A ValueError with the folder's name before it."""
+def named(where: object, *kinds: type[Exception]) -> Iterator[None]:
+    """A ValueError, or an error of these kinds instead, as one that says where before its first line."""
+    kinds = kinds or (ValueError,)
     try:
         yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except kinds as error:
+        raise ValueError(f"{where}: {_first_line(error)}") from None
 
 
-@contextlib.contextmanager
-def _refused(path: Path) -> Iterator[None]:
-    """ValueError with the file's name for what safetensors, or torch about a tensor's shape, says of a broken one."""
-    try:
-        yield
-    except (RuntimeError, TypeError, SafetensorError) as error:
-        raise ValueError(f"{path}: {str(error).partition(chr(10))[0]}") from None
+#: What safetensors, or torch about a tensor's shape, says of a broken file.
+_BROKEN = (RuntimeError, TypeError, SafetensorError)
 
 
 def _json(text: str, where: Path) -> dict[str, Any]:
@@ -708,10 +689,8 @@ def _json(text: str, where: Path) -> dict[str, Any]:
 
 def _make_sparse(model: nn.Module, name: str, packed: PackedWeight | None = None) -> nn.Module:
     """Puts a SparseLinear in the place of the linear layer of this name: empty, or with its weight."""
-    try:
-        layer = model.get_submodule(name)
-    except AttributeError:
-        raise ValueError(f"the file has a packed layer {name}, the model has no such module") from None
+    if (layer := submodule(model, name)) is None:
+        raise ValueError(f"the file has a packed layer {name}, the model has no such module")
     if isinstance(layer, SparseLinear):
         return model
     if not isinstance(layer, nn.Linear):

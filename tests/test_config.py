@@ -51,9 +51,7 @@ def test_what_a_user_of_an_engine_asks_for_comes_before_the_folder() -> None:
     asked = {"format": "slide", "pattern": "6:8", "values": "int8"}
     slide = Settings(**Settings.arguments(dense.overridden(asked, "")))
     assert (slide.options, slide.min_sparsity, dense.min_sparsity) == (Options("slide 6:8", values="int8"), 0, 0.25)
-    with pytest.raises(
-        ValueError, match="here has fmt, expected format, tokens, ignore, min_sparsity, values, pattern"
-    ):
+    with pytest.raises(ValueError, match="here has fmt, expected format, tokens, ignore, min_sparsity, values, patt"):
         dense.overridden({"fmt": "tile"}, "here")
     with pytest.raises(ValueError, match="here has values='fp8', and the folder is packed: 8 bits are made of a dense"):
         packed.overridden({"values": "fp8"}, "here")

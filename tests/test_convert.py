@@ -241,15 +241,12 @@ def test_weights_that_others_make_or_read() -> None:
     assert SparseLinear not in kinds(model).values()
 
 
-def test_a_hook_of_accelerate_taken_away_leaves_a_layer_that_is_converted() -> None:
-    model = nn.Sequential(linear())
-    model[0].forward = model[0].forward  # type: ignore[method-assign]  # as remove_hook_from_module leaves it
-    assert len(sparsify_(model).changed) == 1
-
-
-def test_pruning_made_permanent_is_converted() -> None:
-    model = nn.Sequential(prune.remove(prune.l1_unstructured(linear(density=1.0), "weight", 0.5), "weight"))
-    assert len(sparsify_(model).changed) == 1
+def test_what_others_have_given_back_is_converted() -> None:
+    """As accelerate's remove_hook_from_module leaves a forward; and pruning that was made permanent."""
+    pruned = prune.remove(prune.l1_unstructured(linear(density=1.0), "weight", 0.5), "weight")
+    model = nn.Sequential(linear(), pruned)
+    model[0].forward = model[0].forward  # type: ignore[method-assign]
+    assert len(sparsify_(model).changed) == 2
 
 
 def test_dtypes_and_devices_without_kernels() -> None:
@@ -349,12 +346,8 @@ def test_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch, hel
     state = {name: t.clone() for name, t in model.state_dict().items()}
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     training = {name: m.training for name, m in model.named_modules()}
-    keep = {
-        "nothing": dict,
-        "parameters": lambda: dict(model.named_parameters()),
-        "modules": lambda: dict(model.named_modules()),
-    }
-    kept = keep[held]()
+    keep: Any = {"nothing": dict, "parameters": model.named_parameters, "modules": model.named_modules}
+    kept = dict(keep[held]())
     fail_at(monkeypatch, 3)
     with pytest.raises(Stop):
         sparsify_(model)

@@ -4,12 +4,14 @@ import copy
 import dataclasses
 import io
 import pickle
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import safetensors.torch as safetensors
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import macko
@@ -140,32 +142,23 @@ def test_weight_is_made_on_demand_and_never_kept() -> None:
     assert layer.state_dict()["weight"].shape == (0, COLS)
 
 
-@pytest.mark.parametrize("value", [nn.Parameter(torch.zeros(ROWS, COLS)), torch.zeros(ROWS, COLS), None])
-def test_setting_weight_is_refused(value: Tensor | None) -> None:
+def test_what_a_layer_refuses_leaves_it_as_it_was() -> None:
     layer = sparse_layer()
-    before = layer.weight
-    with pytest.raises(AttributeError, match="packed and cannot be set"):
-        layer.weight = value  # type: ignore[misc,assignment]
-    assert_same_bits(layer.weight, before)
-
-
-def test_a_buffer_of_somebody_else_is_refused_by_name() -> None:
-    layer = SparseLinear.from_linear(nn.Linear(40, 24))
-    with pytest.raises(RuntimeError, match="register scale in the module around it"):
-        layer.register_buffer("scale", torch.ones(3))
-    assert layer(torch.randn(2, 40)).shape == (2, 24)
-
-
-def test_reset_parameters_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="no random start"):
-        sparse_layer().reset_parameters()
-
-
-def test_float64_is_refused() -> None:
-    with pytest.raises(TypeError, match="float64"):
-        SparseLinear.from_linear(nn.Linear(4, 4, dtype=torch.float64))
-    with pytest.raises(TypeError, match="float64"):
-        SparseLinear(4, 4, dtype=torch.float64)
+    before = copy.deepcopy(layer)
+    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        *((AttributeError, "packed and cannot be set", partial(setattr, layer, "weight", value))
+          for value in (nn.Parameter(torch.zeros(ROWS, COLS)), torch.zeros(ROWS, COLS), None)),
+        (RuntimeError, "register scale in the module around it", lambda: layer.register_buffer("scale", torch.ones(3))),
+        (RuntimeError, "no random start", layer.reset_parameters),
+        (TypeError, "float64", layer.double),
+        (TypeError, r"use \.to\(dtype\), not \.type", lambda: layer.type(torch.float16)),
+        (TypeError, "float64", lambda: SparseLinear.from_linear(nn.Linear(4, 4, dtype=torch.float64))),
+        (TypeError, "float64", lambda: SparseLinear(4, 4, dtype=torch.float64)),
+    ]  # fmt: skip
+    for error, message, call in refused:
+        with pytest.raises(error, match=message):
+            call()
+        assert_same_layer(layer, before)
 
 
 def test_a_new_layer_holds_zeros() -> None:
@@ -197,16 +190,6 @@ def test_another_dtype_converts_as_linear_does(source: torch.dtype, target: torc
     assert layer.dtype == layer.bias.dtype == target
     assert_same_bits(layer.weight, torch.where(dense.weight == 0, 0, dense.weight).detach())
     layer.packed.validate()
-
-
-def test_double_is_refused_and_changes_nothing() -> None:
-    layer = sparse_layer()
-    before = copy.deepcopy(layer)
-    with pytest.raises(TypeError, match="float64"):
-        layer.double()
-    with pytest.raises(TypeError, match=r"use \.to\(dtype\), not \.type"):
-        layer.type(torch.float16)
-    assert_same_layer(layer, before)
 
 
 @pytest.mark.gpu
@@ -359,6 +342,7 @@ def test_a_layout_is_saved_as_canonical_and_loaded_as_layout() -> None:
     other.load_state_dict(state)
     assert_same_layer(other, laid_out(layer))
     SparseLinear(COLS, ROWS, dtype=torch.bfloat16).load_state_dict(state)
+    assert (other.half().format, other.dtype) == ("layout", torch.float16)
 
 
 def of_format(format: str) -> nn.Linear:
@@ -444,12 +428,6 @@ def test_a_shallow_copy_in_another_format_leaves_the_layer_as_it_was() -> None:
     weight = layer.weight
     assert copy.copy(layer).reformat_("ec").format == "ec"
     assert_same_bits(layer.weight, weight)
-
-
-def test_a_layout_keeps_its_kind_in_another_dtype() -> None:
-    layer = laid_out(sparse_layer()).half()
-    assert layer.format == "layout"
-    assert layer.dtype == torch.float16
 
 
 @pytest.mark.gpu

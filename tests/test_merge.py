@@ -309,18 +309,13 @@ def test_an_input_changed_in_place_between_siblings() -> None:
         assert_same_bits(merged[0].k_proj(y), sparse[0].k_proj(y))
 
 
-def test_autocast_between_siblings() -> None:
+def test_autocast_and_inference_mode_end_between_siblings() -> None:
     sparse, merged = models()
     x = vector(2, 64)
     for model in (sparse, merged):
         with torch.autocast("cpu", torch.float16):
             assert model[0].q_proj(x).dtype == torch.float16
         assert model[0].k_proj(x).dtype == x.dtype
-
-
-def test_inference_mode_ends_between_siblings() -> None:
-    _, merged = models()
-    x = vector(2, 64)
     with torch.inference_mode():
         assert merged[0].q_proj(x).is_inference()
     with torch.no_grad():
@@ -539,13 +534,10 @@ def test_split_keeps_the_format_and_every_place(format: str) -> None:
     assert {layer.format for layer in (model[0].q_proj, model[0].k_proj)} == {format}
     assert model[1] is model[0].q_proj
     assert type(model[1]) is macko.SparseLinear
-
-
-def test_split_chooses_again_where_the_whole_would() -> None:
-    model = nn.Sequential(Attention())
-    macko.sparsify_(model, tokens=3, merge=True)
-    macko.split_(model)
-    assert model[0].q_proj._options == Options(tokens=3)
+    chosen = nn.Sequential(Attention())
+    macko.sparsify_(chosen, tokens=3, merge=True)
+    macko.split_(chosen)
+    assert chosen[0].q_proj._options == Options(tokens=3)  # chooses again, as the whole would
 
 
 @pytest.mark.parametrize("format", ["ec", "slide"])
@@ -602,23 +594,12 @@ def test_merging_is_all_or_nothing_and_lets_the_layers_go(monkeypatch: pytest.Mo
 
 
 def test_what_is_not_merged() -> None:
-    with_bias = nn.Sequential(Attention(bias=True))
-    macko.sparsify_(with_bias)
-    assert macko.merge_(with_bias) == []
-    cross = nn.ModuleDict({"cross_attn": Attention()})
-    macko.sparsify_(cross)
-    assert macko.merge_(cross) == []
-    dense = nn.Sequential(Attention())
-    macko.sparsify_(dense, ignore=["k_proj"])
-    assert macko.merge_(dense) == []
-    shared = nn.Sequential(Attention())
-    shared[0].v_proj = shared[0].k_proj
-    macko.sparsify_(shared)
-    assert macko.merge_(shared) == []
-    of_two = nn.Sequential(Attention(), Attention())
-    of_two[1].q_proj = of_two[0].q_proj
-    macko.sparsify_(of_two)
-    assert macko.merge_(of_two) == []
+    shared, of_two = nn.Sequential(Attention()), nn.Sequential(Attention(), Attention())
+    shared[0].v_proj, of_two[1].q_proj = shared[0].k_proj, of_two[0].q_proj
+    models = nn.Sequential(Attention(bias=True)), nn.ModuleDict({"cross_attn": Attention()}), shared, of_two
+    for model, ignore in (*((model, ()) for model in models), (nn.Sequential(Attention()), ["k_proj"])):
+        macko.sparsify_(model, ignore=ignore)
+        assert macko.merge_(model) == []
     assert of_two[1].q_proj is of_two[0].q_proj
 
 

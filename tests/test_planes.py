@@ -19,10 +19,11 @@ from macko import SparseLinear, _library
 from macko.choose.options import Options
 from macko.cli import main
 from macko.files import FolderWriter
-from macko.integrations.stacked import Share, Stack
+from macko.integrations.stacked import Share
 from macko.weights import FORMATS, SAVED, Dense12Weight, Planes12Weight, saved_as
 from tests.common import assert_same_bits, edited
 from tests.reference import planes12_to_dense
+from tests.test_stacked import stack_of
 from tests.tiny_llama import small_llama
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -468,15 +469,6 @@ def test_a_packed_model_saves_as_planes_and_loads(tmp_path: Path, monkeypatch: p
 
 
 # ---- Engines ---------------------------------------------------------------------------------------------------------
-
-
-def stack_of(*weights: Planes12Weight) -> Stack:
-    stack = Stack([weight.about() for weight in weights])
-    for place, weight in enumerate(weights):
-        for name, tensor in weight.tensors().items():
-            stack.add((place,), name, tensor, CPU)
-    assert stack.is_complete
-    return stack
 
 
 @pytest.mark.parametrize("packs", [False, True])

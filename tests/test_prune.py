@@ -40,12 +40,9 @@ def test_ties_go_by_column(device: str) -> None:
     assert lowest(w.abs(), 0.5).int().tolist() == wanted
 
 
-def test_nan_and_inf_go_last() -> None:
+def test_nan_and_inf_go_last_and_what_is_empty_stays() -> None:
     w = torch.tensor([[torch.nan, torch.inf, 1, 2], [torch.nan, -torch.inf, torch.inf, 3]])
     assert lowest(w.abs(), 0.5).tolist() == [[False, False, True, True], [True, False, False, True]]
-
-
-def test_no_columns_and_no_rows() -> None:
     for shape in ((3, 0), (0, 3), (0, 0)):
         assert lowest(torch.zeros(shape), 0.5).shape == shape
 
@@ -404,9 +401,7 @@ def test_what_is_no_model_is_refused_by_what_to_do(tmp_path: Path) -> None:
     """The likeliest slip: a folder's name."""
     for function in (macko.prune_, macko.sparsify_, macko.compress_, macko.autotune):
         for what in ("path/to/model", tmp_path):
-            with pytest.raises(
-                TypeError, match=r"takes a model, a torch.nn.Module, got a .*: load the model first, or"
-            ):
+            with pytest.raises(TypeError, match=r"takes a model, a torch.nn.Module, got a .*: load the model first, "):
                 function(what)
     with pytest.raises(TypeError, match=r"save_model takes a model, a torch.nn.Module, got a dict$"):
         macko.save_model({}, tmp_path / "file")

@@ -29,6 +29,11 @@ def batches(count: int = 4) -> list[Tensor]:
     return [random_vector(24, 12, dtype=torch.float32, seed=seed) for seed in range(count)]
 
 
+def lost(model: nn.Module, dense: nn.Module) -> float:
+    with torch.no_grad():
+        return sum(float((model(x) - dense(x)).square().sum()) for x in batches())
+
+
 def masks(model: nn.Module) -> dict[str, Tensor]:
     return {name: weight != 0 for name, weight in model.state_dict().items() if weight.dim() == 2}
 
@@ -92,11 +97,7 @@ def test_targets_are_the_dense_models_and_inputs_the_pruned_ones() -> None:
             alone, 0.7, calibration=x, filter_fn=partial(in_block, i), reconstruct=recipe
         )  # fmt: skip
 
-    def lost(other: nn.Module) -> float:
-        with torch.no_grad():
-            return sum(float((other(each) - dense(each)).square().sum()) for each in x)
-
-    assert lost(model) < lost(alone)
+    assert lost(model, dense) < lost(alone, dense)
 
 
 @pytest.mark.parametrize("unit", ["submodule", "block"])
@@ -333,11 +334,7 @@ def test_auto_has_as_many_zeros_within_bounds_and_a_smaller_error(method: str) -
     assert all(abs(count / 512 - 0.6) <= BOUND + 1 / 512 for count in zeros.values())
     assert zeros["layers.0.down"] < 0.6 * 512
 
-    def lost(other: nn.Module) -> float:
-        with torch.no_grad():
-            return sum(float((other(x) - dense(x)).square().sum()) for x in batches())
-
-    assert lost(model) < lost(even)
+    assert lost(model, dense) < lost(even, dense)
     assert re.search(r"^auto: uneven shares are taken: they lose 0\.\d+ of what even ones do", str(report), re.M)
 
 

@@ -77,23 +77,18 @@ def test_round_trip_of_any_shape(rows: int, cols: int, density: float, gap_bits:
     assert_packs(random_bits(rows, cols, density, torch.float16, seed), gap_bits)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("gap_bits", GAPS)
-@pytest.mark.parametrize(("rows", "cols", "density"), [(4500, 1001, 0.5), (4500, 65, 0.5), (4500, 700, 0.02)])
-def test_dense_rows_two_a_warp(rows: int, cols: int, density: float, gap_bits: int) -> None:
-    """More rows than one round of blocks with a row a warp has, on an H200; rows that span more columns than a ring."""
-    w = random_weight(rows, cols, density, torch.float16)
-    w[[3, 4]] = 0
-    assert_same_bits(packed(w, gap_bits).to_dense(), torch.where(w == 0, 0, w))
+#: More rows than one round of blocks with a row a warp has, on an H200, and rows that span more columns than a ring;
+#: few long rows, each unpacked by several thread blocks, which begin where one of its chunks does.
+TWO_A_WARP = [(4500, 1001, 0.5), (4500, 65, 0.5), (4500, 700, 0.02)]
+IN_SHARES = [(9, 65535, 0.6), (300, 20_000, 0.3), (1040, 9001, 0.05)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gap_bits", GAPS)
-@pytest.mark.parametrize(("rows", "cols", "density"), [(9, 65535, 0.6), (300, 20_000, 0.3), (1040, 9001, 0.05)])
-def test_dense_rows_in_shares(rows: int, cols: int, density: float, gap_bits: int) -> None:
-    """Few long rows, each unpacked by several thread blocks, which begin where one of its chunks does."""
+@pytest.mark.parametrize(("rows", "cols", "density"), TWO_A_WARP + IN_SHARES)
+def test_dense_rows(rows: int, cols: int, density: float, gap_bits: int) -> None:
     w = random_weight(rows, cols, density, torch.float16)
-    w[3], w[5, : cols // 2], w[6, 100:] = 0, 0, 0
+    w[[3, 4]], w[5, : cols // 2], w[6, 100:] = 0, 0, 0
     assert_same_bits(packed(w, gap_bits).to_dense(), torch.where(w == 0, 0, w))
 
 
@@ -244,12 +239,7 @@ def test_validate() -> None:
     sell = packed(random_weight(300, 500, 0.5, torch.float16))
     sell.validate()
     for name, index in (
-        ("data", 515),
-        ("bases", 3),
-        ("perm", 5),
-        ("perm", 2 * 300 + 4),
-        ("blocks", 3),
-        ("blocks", 8 * 20 + 4),
+        *(("data", 515), ("bases", 3), ("perm", 5), ("perm", 2 * 300 + 4), ("blocks", 3), ("blocks", 8 * 20 + 4)),
     ):
         tensors = {key: value.clone() for key, value in sell.tensors().items()}
         tensors[name].view(-1).view(torch.int16)[index] += 1
@@ -291,11 +281,8 @@ def test_errors_name_the_argument() -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("rows", "cols"), [(130, 500), (301, 203)])
 def test_every_number_of_tokens_up_to_70(rows: int, cols: int, dtype: torch.dtype) -> None:
-    w, x, bias = (
-        random_weight(rows, cols, 0.5, dtype),
-        random_vector(70, cols, dtype=dtype),
-        random_vector(rows, dtype=dtype),
-    )
+    w, bias = random_weight(rows, cols, 0.5, dtype), random_vector(rows, dtype=dtype)
+    x = random_vector(70, cols, dtype=dtype)
     exact_w, exact_x, exact_y = integer_problem(rows, cols, 0.4, dtype)
     sell, exact = packed(w), packed(exact_w)
     many = layouts.stream(sell, x.cuda(), bias.cuda())

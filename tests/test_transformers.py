@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +145,26 @@ assert PreTrainedModel.save_pretrained.__wrapped__ is wrapped.__wrapped__
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_converts_while_it_loads(pruned: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize("shard", ["50GB", "15KB"])
+def test_converts_while_it_loads_and_comes_back(pruned: tuple[Any, Path], tmp_path: Path, shard: str) -> None:
     dense, folder = pruned
     model = load(folder, quantization_config=macko.MackoConfig())
-    assert len(sparse_names(model)) == 14
     report = {row.name: row for row in model.hf_quantizer.report}
     assert report["lm_head"].reason == "ignored by 'lm_head'"
     assert report["model.layers.0.mlp.up_proj"].density == 0.5
-    assert_same_bits(model(TOKENS).logits, dense(TOKENS).logits)
     reference = copy.deepcopy(dense)
     macko.sparsify_(reference)
     assert_same_model(model, reference)
+    model.save_pretrained(tmp_path / "sparse", max_shard_size=shard)
+    loaded = load(tmp_path / "sparse")
+    assert_same_model(loaded, model)
+    assert len(sparse_names(loaded)) == len(sparse_names(model)) == 14
+    for each in (model, loaded):
+        assert_same_bits(each(TOKENS).logits, dense(TOKENS).logits)
+    assert all(p.requires_grad for p in loaded.parameters())
+    assert (len(list((tmp_path / "sparse").glob("*.safetensors"))) > 1) == (shard == "15KB")
+    loaded.save_pretrained(tmp_path / "again")
+    assert_same_model(load(tmp_path / "again"), model)
 
 
 @pytest.mark.slow
@@ -177,13 +187,16 @@ def test_dense_weights_are_gone_one_by_one(pruned: tuple[Any, Path], monkeypatch
     assert max(alive) <= 1  # an address may be used again by the next weight
 
 
-def test_options_of_the_conversion(pruned: tuple[Any, Path]) -> None:
-    _, folder = pruned
+def test_options_of_the_conversion(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    dense, folder = pruned
     model = load(folder, quantization_config=macko.MackoConfig(ignore=["*.mlp.*", "lm_head"]))
     assert not any("mlp" in name for name in sparse_names(model))
     model = load(folder, quantization_config=macko.MackoConfig(min_sparsity=0.6))
-    assert sparse_names(model) == set()
     assert {row.reason for row in model.hf_quantizer.report} >= {"under 60% sparse it would not pay"}
+    model.save_pretrained(tmp_path / "again")
+    for each in (model, load(tmp_path / "again")):
+        assert sparse_names(each) == set()
+        assert_same_model(each, dense)
 
 
 def test_dequantize_gives_the_dtype_and_the_places_that_layers_have(pruned: tuple[Any, Path]) -> None:
@@ -196,35 +209,6 @@ def test_dequantize_gives_the_dtype_and_the_places_that_layers_have(pruned: tupl
     assert not sparse_names(model)
     assert block.again is block.up_proj
     assert {parameter.dtype for parameter in model.parameters()} == {other}
-
-
-def test_an_unpruned_model_stays_as_it_is(tmp_path: Path) -> None:
-    dense = small_llama()
-    dense.save_pretrained(tmp_path)
-    model = load(tmp_path, quantization_config=macko.MackoConfig())
-    assert_same_model(model, dense)
-    model.save_pretrained(tmp_path / "again")
-    assert_same_model(load(tmp_path / "again"), dense)
-
-
-@pytest.mark.parametrize("how", ["from_pretrained", "sparsify_"])
-@pytest.mark.parametrize("shard", ["50GB", "15KB"])
-def test_round_trip(pruned: tuple[Any, Path], tmp_path: Path, how: str, shard: str) -> None:
-    dense, folder = pruned
-    if how == "sparsify_":
-        model = load(folder)
-        macko.sparsify_(model)
-    else:
-        model = load(folder, quantization_config=macko.MackoConfig())
-    model.save_pretrained(tmp_path / "sparse", max_shard_size=shard)
-    loaded = load(tmp_path / "sparse")
-    assert_same_model(loaded, model)
-    assert len(sparse_names(loaded)) == 14
-    assert_same_bits(loaded(TOKENS).logits, dense(TOKENS).logits)
-    assert all(p.requires_grad for p in loaded.parameters())
-    assert (len(list((tmp_path / "sparse").glob("*.safetensors"))) > 1) == (shard == "15KB")
-    loaded.save_pretrained(tmp_path / "again")
-    assert_same_model(load(tmp_path / "again"), model)
 
 
 def test_saved_folder_holds_no_dense_weight_nor_is_one_made_on_the_way_back(
@@ -445,6 +429,7 @@ def test_a_damaged_tensor_is_refused_by_name(pruned: tuple[Any, Path], tmp_path:
         ("values", lambda t: t[:-8], "not a macko weight"),
         ("values", lambda t: t.to(torch.int8), ".* is int8"),
         ("deltas", lambda t: None, "the checkpoint has no deltas"),
+        ("weight", lambda t: torch.ones(104, 48), "the files hold its weight packed, and another one"),
     ):
         changed = {**tensors, f"{LAYER}.{key}": damage(tensors[f"{LAYER}.{key}"].clone())}
         save_file({name: t for name, t in changed.items() if t is not None}, folder / "model.safetensors", PT)
@@ -506,6 +491,7 @@ def by_hand(model: nn.Module) -> None:
 
 
 FLOWS: dict[str, tuple[Any, Any]] = {  # what is converted, what is saved
+    "all of it": (macko.sparsify_, lambda m: m),
     "a part is converted": (lambda m: macko.sparsify_(m.model), lambda m: m),
     "a part is saved": (macko.sparsify_, lambda m: m.model),
     "layers made by hand": (by_hand, lambda m: m),
@@ -728,14 +714,6 @@ def test_with_macko_nobody_hears_of_the_tripwire(
         assert file.packed(LAYER).shape == (104, 48)
     assert cli.main(["inspect", str(folder)]) == 0
     assert f"{LAYER}.weight" not in capfd.readouterr().out
-
-
-def test_a_weight_that_is_there_twice_is_refused(pruned: tuple[Any, Path], tmp_path: Path) -> None:
-    folder = saved(pruned, tmp_path / "sparse")
-    with edited(folder / "model.safetensors") as tensors:
-        tensors[f"{LAYER}.weight"] = torch.ones(104, 48)
-    with pytest.raises(ValueError, match=f"{LAYER}: the files hold its weight packed, and another one"):
-        load(folder)
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "3.0"])
@@ -1102,20 +1080,15 @@ def test_a_new_adapter_is_neither_pruned_nor_packed(pruned: tuple[Any, Path]) ->
     assert all(isinstance(module, macko.SparseLinear) for module in bases)
 
 
-@pytest.mark.parametrize("options", [{}, {"safe_merge": True}])
-def test_merging_an_adapter_is_refused_with_the_reason(pruned: tuple[Any, Path], options: Any) -> None:
-    model = with_adapter(load(pruned[1], quantization_config=macko.MackoConfig()))
+def test_what_edits_the_base_of_an_adapter_is_refused_with_the_reason(pruned: tuple[Any, Path]) -> None:
+    base = load(pruned[1], quantization_config=macko.MackoConfig(), dtype=torch.float32)
+    model = with_adapter(copy.deepcopy(base))
     before = model(TOKENS).logits
-    with pytest.raises(RuntimeError, match="the weight of a SparseLinear is packed"):
-        model.merge_and_unload(**options)
+    edits = (model.merge_and_unload, partial(model.merge_and_unload, safe_merge=True))
+    for edit in (*edits, partial(with_adapter, base, init_lora_weights="pissa")):
+        with pytest.raises(RuntimeError, match="the weight of a SparseLinear is packed"):
+            edit()
     assert_same_bits(model(TOKENS).logits, before)
-
-
-def test_an_initialisation_that_edits_the_base_is_refused(pruned: tuple[Any, Path]) -> None:
-    with pytest.raises(RuntimeError, match="the weight of a SparseLinear is packed"):
-        with_adapter(
-            load(pruned[1], quantization_config=macko.MackoConfig(), dtype=torch.float32), init_lora_weights="pissa"
-        )
 
 
 @pytest.mark.parametrize("values", ["fp8", "int8"])

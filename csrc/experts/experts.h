@@ -8,6 +8,8 @@
  */
 #pragma once
 
+#include <stdbool.h>
+
 #include "../core/types.h"
 
 MACKO_C_BEGIN
@@ -31,6 +33,7 @@ typedef struct macko_expert_sum {
     const void *x;
     const int32_t *places; /* [tokens, top_k] */
     const void *weights;   /* [tokens, top_k] */
+    bool early;            /* places and weights were there before the kernel that comes before this one began */
     void *y;
 } macko_expert_sum;
 

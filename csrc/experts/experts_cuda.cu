@@ -7,7 +7,7 @@ using namespace macko;
 
 namespace {
 
-constexpr int MOST_WARPS = 32, SUM_THREADS = 128;
+constexpr int MOST_WARPS = 32, SUM_THREADS = 128, AT_ONCE = 8;
 constexpr int64_t COUNT_BYTES = 48 << 10; // of shared memory that every block may have
 
 // One block. A warp has consecutive pairs: it counts those of each expert, learns how many come before its own, and puts
@@ -85,24 +85,39 @@ __device__ __forceinline__ float term(float x, float weight) {
 template <typename T, typename WEIGHT, int COLS>
 __global__ void __launch_bounds__(SUM_THREADS)
     expert_sum(const T *x, int rows, int cols, const int32_t *places, const WEIGHT *weights, int top_k, T *y,
-               unsigned blocks_per_token) {
-    pdl_launch_dependents();
+               unsigned blocks_per_token, bool early) {
+    if (!early) pdl_launch_dependents();
     const int64_t token = blockIdx.x / blocks_per_token;
     const int col = ((int)(blockIdx.x % blocks_per_token) * SUM_THREADS + threadIdx.x) * COLS;
     if (col >= cols) return;
     float sums[COLS] = {};
-    for (int slot = 0; slot < top_k; slot++) {
-        const int place = places[token * top_k + slot];
-        if (place < 0 || place >= rows) continue;
-        const WEIGHT weight = weights[token * top_k + slot];
-        alignas(16) T held[COLS];
-        const T *from = x + (int64_t)place * cols + col;
-        if constexpr (COLS == 8)
-            *(uint4 *)held = *(const uint4 *)from;
-        else
-            held[0] = *from;
+    for (int slot = 0; slot < top_k; slot += AT_ONCE) { // what it loads for some slots it waits for once
+        int place[AT_ONCE];
+        WEIGHT weight[AT_ONCE];
+        bool there[AT_ONCE];
+        alignas(16) T held[AT_ONCE][COLS];
 #pragma unroll
-        for (int i = 0; i < COLS; i++) sums[i] = __fadd_rn(sums[i], term(to_float(held[i]), weight));
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int64_t at = token * top_k + min(slot + k, top_k - 1);
+            place[k] = __ldcg(places + at); // not from L1, which before pdl_wait may have what was there before
+            weight[k] = __ldcg(weights + at);
+        }
+        if (early && !slot) pdl_launch_dependents();
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            there[k] = slot + k < top_k && place[k] >= 0 && place[k] < rows;
+            if (!there[k]) continue;
+            const T *from = x + (int64_t)place[k] * cols + col;
+            if constexpr (COLS == 8)
+                *(uint4 *)held[k] = *(const uint4 *)from;
+            else
+                held[k][0] = *from;
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+#pragma unroll
+            for (int i = 0; i < COLS; i++)
+                if (there[k]) sums[i] = __fadd_rn(sums[i], term(to_float(held[k][i]), weight[k]));
     }
     alignas(16) T made[COLS];
 #pragma unroll
@@ -129,7 +144,7 @@ cudaError_t sum(const macko_expert_sum &p, cudaStream_t stream) {
     const auto kernel = wide ? expert_sum<T, WEIGHT, 8> : expert_sum<T, WEIGHT, 1>;
     return launch_between(kernel, {p.tokens * blocks_per_token, SUM_THREADS, 0}, ANY_KERNEL, stream, (const T *)p.x,
                           (int)p.rows, (int)p.cols, p.places, (const WEIGHT *)p.weights, (int)p.top_k, (T *)p.y,
-                          (unsigned)blocks_per_token);
+                          (unsigned)blocks_per_token, p.early && p.top_k);
 }
 
 } // namespace

@@ -18,6 +18,7 @@ struct slab_experts_product {
     const int32_t *ends, *order; // order: or NULL
     int64_t top_k, x_rows;
     void *y;
+    bool early; // the ends were there before the kernel that comes before this one began
     cudaStream_t stream;
 };
 

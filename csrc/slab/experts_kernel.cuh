@@ -2,8 +2,12 @@
 //
 //     item    an expert, some of its tokens (a tile, which is consecutive rows of x), a row block. Items of a row block
 //             follow each other, so that its slabs come from L2 when another tile of tokens takes them
-//     block   takes items b, b + blocks, ...: how many there are it works out from `ends`, which only the device knows. No
-//             item is shared: two blocks that exchanged their sums took 2.2 TB/s of 3.0 (1536 x 2048, 128 experts, H100)
+//     block   two an SM where a stage is small enough: one decodes while the other waits at a barrier (8 experts of
+//             1536 x 2048, H100: 18.3 us for 20.8). It takes items b, b + blocks, ...: how many there are it works out from
+//             `ends`, which only the device knows. No item is shared: a block that went on with another's sums gained
+//             nothing there, where 192 items leave SMs idle (21.4 us), nor at 3000 items
+//     early   in gated_experts what the second product reads first, ends and slabs, is there before the gate's kernel ends:
+//             it is fetched while that runs (one token, Qwen3-30B's experts, H100: 31.8 us for 35.2)
 //     stage   | slab | x: [token][256 columns] | as in ring_kernel.cuh, in one ring that goes on over the ends of items
 //
 // Tiles are of 16, 32 or 64 tokens with the same sums for each token, so its bits do not depend on the others.
@@ -23,6 +27,7 @@ struct experts_task {
     int64_t tokens, rows;
     int experts, row_blocks, slabs, top_k;
     unsigned last_x; // the last row of x
+    bool early;
 };
 
 // The items of a block, and the slabs of each.
@@ -65,7 +70,10 @@ struct experts_walk {
 template <class CODEC, class SHAPE>
 __device__ __forceinline__ void experts_count(const experts_task<CODEC> &task, int *firsts, int *tiles, int *sums) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const auto end_of = [&](int expert) { return expert < 0 ? 0 : min(max(task.ends[expert], 0), (int)task.tokens); };
+    // Not from L1, which before pdl_wait may have what was there before.
+    const auto end_of = [&](int expert) {
+        return expert < 0 ? 0 : min(max(__ldcg(task.ends + expert), 0), (int)task.tokens);
+    };
     int before = 0;
     for (int begin = 0; begin < task.experts; begin += SHAPE::THREADS) {
         const int expert = begin + threadIdx.x;
@@ -154,12 +162,10 @@ struct experts_fetch {
                 copy_async_some(to + x_to + k * SHAPE::RING_WARPS * SHAPE::X_ROW, chunk + row * task.x_stride, bytes);
             }
     }
-    __device__ __forceinline__ void stage() {
-        if (more) {
-            slab();
-            tokens_of_slab();
-        }
-        commit_copies();
+    __device__ __forceinline__ void stage(bool slabs = true, bool tokens = true) {
+        if (more && slabs) slab();
+        if (more && tokens) tokens_of_slab();
+        if (tokens) commit_copies();
         more = more && ahead.advance();
         to += task.stage_bytes;
         if (to == ring_end) to = ring;
@@ -189,8 +195,19 @@ __device__ __forceinline__ void experts_store(const experts_task<CODEC> &task, c
     }
 }
 
+// Registers for two blocks an SM, where they have the shared memory.
+#if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+constexpr int experts_blocks(int tokens) {
+    return tokens == MACKO_EXPERTS_LEAST_TOKENS ? 2 : 1;
+}
+#else
+constexpr int experts_blocks(int) {
+    return 1;
+}
+#endif
+
 template <class CODEC, class SHAPE>
-__global__ void __launch_bounds__(SHAPE::THREADS, 1)
+__global__ void __launch_bounds__(SHAPE::THREADS, experts_blocks(SHAPE::TOKENS))
     slab_experts_kernel(const __grid_constant__ experts_task<CODEC> task) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(1024) uint8_t shared[];
@@ -201,17 +218,20 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     float4 *const meeting = (float4 *)(shared + ring.stages * ring.stage_bytes);
     int *const firsts = (int *)(meeting + (SHAPE::GROUPS - 1) * SHAPE::AT_ONCE * SHAPE::GROUP_THREADS),
                *const tiles = firsts + task.experts + 1, *const warp_sums = tiles + task.experts + 1;
-    pdl_launch_dependents(); // not before the kernel has ended that wrote x and ends
+    if (!task.early) pdl_launch_dependents(); // not before the kernel has ended that wrote x and ends
     experts_count<CODEC, SHAPE>(task, firsts, tiles, warp_sums);
-    const int64_t stored = (int64_t)firsts[task.experts] * task.rows, all = task.tokens * task.rows;
-    for (int64_t i = stored + blockIdx.x * SHAPE::THREADS + threadIdx.x; i < all; i += gridDim.x * SHAPE::THREADS)
-        task.y[i] = from_float<typename CODEC::T>(0);
-
     const int64_t items = task.slabs ? (int64_t)tiles[task.experts] * task.row_blocks : 0;
     experts_walk<SHAPE::TOKENS> here{firsts, tiles, task.experts, task.row_blocks, task.slabs, items, blockIdx.x};
     experts_fetch<CODEC, SHAPE> fetch(task, here, shared_address(shared));
-    for (int stage = 0; stage + 1 < ring.stages; stage++) fetch.stage();
-
+    if (task.early) {
+        experts_fetch<CODEC, SHAPE> weights = fetch;
+        for (int stage = 0; stage + 1 < ring.stages; stage++) weights.stage(true, false);
+        pdl_launch_dependents();
+    }
+    for (int stage = 0; stage + 1 < ring.stages; stage++) fetch.stage(!task.early);
+    const int64_t stored = (int64_t)firsts[task.experts] * task.rows, all = task.tokens * task.rows;
+    for (int64_t i = stored + blockIdx.x * SHAPE::THREADS + threadIdx.x; i < all; i += gridDim.x * SHAPE::THREADS)
+        task.y[i] = from_float<typename CODEC::T>(0);
     ring_product<CODEC, SHAPE> product(ring, group, slice, lane, 0);
     uint32_t stage = fetch.ring;
     for (bool more = here.open(); more; more = here.open_next()) {
@@ -260,6 +280,7 @@ cudaError_t multiply_experts(const slab_weight<CODEC> &w, const slab_experts_pro
     task.top_k = (int)p.top_k;
     task.last_x = (unsigned)p.x_rows - 1;
     task.y = (typename CODEC::T *)p.y;
+    task.early = p.early;
     task.tokens = p.tokens;
     task.rows = p.rows;
     task.experts = (int)p.experts;

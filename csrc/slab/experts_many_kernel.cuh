@@ -30,6 +30,7 @@ struct experts_many_task {
     int slab_units; // of every slab, if SAME_SIZE
     macko_slab_many_stages stages;
     typename CODEC::constants weights;
+    bool early;
 };
 
 using experts_many_shape = many_shape<MACKO_EXPERTS_MANY_TOKENS, MACKO_EXPERTS_MANY_ROW_BLOCKS, 1>;
@@ -54,7 +55,8 @@ struct experts_many_walk {
     __device__ __forceinline__ bool open() {
         const int lane = threadIdx.x % WARP;
         for (; from < experts; from += WARP) {
-            const int end = min(max(ends[min(from + lane, experts - 1)], 0), tokens),
+            // Not from L1, as in experts_count.
+            const int end = min(max(__ldcg(ends + min(from + lane, experts - 1)), 0), tokens),
                       before = __shfl_up_sync(FULL_WARP, end, 1);
             const int own = lane ? before : begin;
             const int parts = (max(end - own, 0) + MACKO_EXPERTS_MANY_TOKENS - 1) / MACKO_EXPERTS_MANY_TOKENS;
@@ -215,7 +217,8 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
               warp = macko_slab_uniform(threadIdx.x / WARP % 4), rank = blockIdx.x % MACKO_SLAB_CLUSTER_BLOCKS;
     if (warpgroup < SHAPE::ROW_BLOCKS || warp < 2) make_barriers<SHAPE>(smem);
     sm90::cluster_sync();
-    pdl_launch_dependents(); // not before the kernel has ended that wrote x and ends
+    if (!task.early || warpgroup < SHAPE::ROW_BLOCKS || warp < 3) // slabs may come before
+        pdl_launch_dependents(); // not before the kernel has ended that wrote x and ends
     if (warpgroup < SHAPE::ROW_BLOCKS) {
         sm90::warpgroup_reg_alloc<SHAPE::REGISTERS>();
         sm90::pipeline_state x, slabs;
@@ -261,6 +264,7 @@ cudaError_t multiply_experts_many(const slab_weight<CODEC> &w, const slab_expert
     task.offsets = w.offsets;
     task.ends = p.ends;
     task.y = (typename CODEC::T *)p.y;
+    task.early = p.early;
     task.rows = p.rows;
     task.tokens = (int)p.tokens;
     task.experts = (int)p.experts;

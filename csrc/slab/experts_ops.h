@@ -61,7 +61,7 @@ inline Tensor gated(const Tensor &x_any, int64_t cols) {
 // y of linear_experts, whose arguments are checked.
 template <typename Kind>
 void multiply_experts(const char *op, const typename Kind::Matrix &m, const Tensor &x_any, int64_t rows,
-                      const Tensor &ends, const std::optional<Tensor> &order, int64_t top_k, Tensor &y) {
+                      const Tensor &ends, const std::optional<Tensor> &order, int64_t top_k, bool early, Tensor &y) {
     const int64_t tokens = y.size(0), experts = ends.numel(), padded = m.rows / experts;
     device_info device{};
     STD_CUDA_CHECK(current_device(&device));
@@ -88,6 +88,7 @@ void multiply_experts(const char *op, const typename Kind::Matrix &m, const Tens
                                     .top_k = top_k,
                                     .x_rows = x_any.size(0),
                                     .y = y.mutable_data_ptr(),
+                                    .early = early,
                                     .stream = current_stream(y)};
     Tokens x{};
     const int *limit = macko_knob(MACKO_KNOB_TILE_TOKENS);
@@ -122,7 +123,8 @@ void multiply_experts(const char *op, const typename Kind::Matrix &m, const Tens
 // of x. is_gated: not x [tokens, 2 cols] is multiplied, but what gated makes of it.
 template <typename Kind>
 Tensor linear_experts(const Packed &p, const Tensor &x_given, int64_t rows, const Tensor &ends_any,
-                      const std::optional<Tensor> &order_any, int64_t top_k, bool is_gated) {
+                      const std::optional<Tensor> &order_any, int64_t top_k, bool is_gated,
+                      [[maybe_unused]] bool early) {
     const char *op = "linear_experts";
     const typename Kind::Matrix m = Kind::matrix_of(op, p);
     const Tensor &data = p[0];
@@ -153,7 +155,7 @@ Tensor linear_experts(const Packed &p, const Tensor &x_given, int64_t rows, cons
     if (!m.cols || !experts) return torch::stable::zero_(y);
     const Tensor x_any = is_gated ? gated(x_given, m.cols) : x_given;
 #ifdef USE_CUDA
-    multiply_experts<Kind>(op, m, x_any, rows, ends, order, top_k, y);
+    multiply_experts<Kind>(op, m, x_any, rows, ends, order, top_k, early, y);
 #else
     refuse_bad_content<Kind>(op, m);
     const Tensor x = order ? rows_in_order(op, x_any, *order, top_k) : x_any;

@@ -13,6 +13,9 @@ enum {
     /* Mean tokens of an expert up to which packed weights are multiplied without wgmma; then dense rows, by the library's
      * grouped product. */
     MACKO_EXPERTS_PACKED = 96,
+    /* Shared memory of a block from which on an SM has two (9.0 and 10.x), and what it keeps of each besides. */
+    MACKO_EXPERTS_FOR_TWO = 200 << 10,
+    MACKO_EXPERTS_KEPT = 1 << 10,
     MACKO_EXPERTS_MANY_TOKENS = 256, /* of an item of that kernel, at most */
     MACKO_EXPERTS_MANY_ROW_BLOCKS = 2,
 };
@@ -69,14 +72,17 @@ MACKO_FN bool macko_experts_plan_of(const macko_experts_problem *p, macko_expert
     /* A tile holds what most experts have: half as many again as their mean, of which there are no more than tokens. */
     int64_t wanted = (p->tokens * 3 + 2 * p->experts - 1) / (2 * p->experts);
     if (wanted > p->tokens) wanted = p->tokens;
-    int tile = MACKO_EXPERTS_LEAST_TOKENS;
+    int tile = MACKO_EXPERTS_LEAST_TOKENS, per_sm;
     while (tile < wanted && tile < MACKO_RING_MOST_TOKENS) tile *= 2;
     for (;; tile /= 2) {
         const int64_t besides = macko_experts_besides(p->experts);
         plan->tile = tile;
         plan->x_at = p->widest * MACKO_SLAB_UNIT;
         plan->stage_bytes = plan->x_at + tile * MACKO_SLAB_COLS * 2;
-        const int64_t fit = (p->shared_bytes - besides) / plan->stage_bytes;
+        int64_t fit = (p->shared_bytes - besides) / plan->stage_bytes;
+        const int64_t fit_two = ((p->shared_bytes - MACKO_EXPERTS_KEPT) / 2 - besides) / plan->stage_bytes;
+        per_sm = tile == MACKO_EXPERTS_LEAST_TOKENS && p->shared_bytes >= MACKO_EXPERTS_FOR_TWO && fit_two >= 3 ? 2 : 1;
+        if (per_sm > 1) fit = fit_two;
         plan->stages = fit < MACKO_RING_MOST_STAGES ? (int)fit : (int)MACKO_RING_MOST_STAGES;
         plan->shared_bytes = (int)(plan->stages * plan->stage_bytes + besides);
         if (plan->stages >= 2) break;
@@ -84,6 +90,7 @@ MACKO_FN bool macko_experts_plan_of(const macko_experts_problem *p, macko_expert
     }
     const int64_t touched = p->tokens < p->experts ? p->tokens : p->experts;
     const int64_t items = (touched + p->tokens / tile) * p->row_blocks; /* at most */
-    plan->blocks = (int)(items < p->sms ? items : p->sms);
+    const int64_t most = (int64_t)per_sm * p->sms;
+    plan->blocks = (int)(items < most ? items : most);
     return true;
 }

@@ -34,10 +34,15 @@ bool macko_slab_many_fit_stages(macko_slab_many_shape shape, int widest, int sha
     return true;
 }
 
-/* What takes how many clocks of an SM: fitted to the times of all ways at 35 shapes and numbers of tokens (H200,
- * density 0.5, 2026-11-22); blocks of 320 and of 160 tokens, and of 192 rows by 192, by the wavefronts of shared memory
- * that they have more or less (docs/kernels.md). While one warpgroup does these things the other multiplies, so most
- * are less than a clock in the kernel says. */
+enum {
+    RASTER_ROWS = 8,  /* where the period of split tiles asks for nothing else */
+    MOST_PERIOD = 16, /* tiles; with more, too few clusters walk the same columns */
+};
+
+/* What takes how many clocks of an SM: fitted to the cycles of all ways at 14 shapes by 128 to 1024 tokens (H100, density
+ * 0.5, 2026-11-27); blocks of 320 and of 160 tokens by the wavefronts of shared memory that they have more or less
+ * (docs/kernels.md). While one warpgroup does these things the other multiplies, so most are less than a clock in the
+ * kernel says. */
 typedef struct clocks {
     int64_t half_slab; /* its products */
     int64_t exchange;  /* of partial sums by the two blocks of a cluster */
@@ -49,12 +54,12 @@ typedef struct clocks {
 
 static clocks clocks_of(macko_slab_many_shape shape) {
     const int slab = shape.tokens > 256   ? 5150
-                     : shape.tokens > 192 ? 4240
-                     : shape.tokens > 160 ? (shape.row_blocks > 2 ? 5000 : 3550)
+                     : shape.tokens > 192 ? (shape.split_k > 1 ? 4160 : 4240)
+                     : shape.tokens > 160 ? 3420
                      : shape.tokens > 128 ? 3150
-                                          : (shape.row_blocks > 2 ? 4090 : 2730);
+                                          : (shape.row_blocks > 2 ? 4450 : 3000);
     const int sums = shape.row_blocks * macko_slab_partial_bytes(shape);
-    return (clocks){slab / 2 / shape.split_k, shape.split_k > 1 ? 960 + sums / 21 : 0, sums / 27, 3800, sums / 100,
+    return (clocks){slab / 2 / shape.split_k, shape.split_k > 1 ? 960 + sums / 21 : 0, sums / 27, 6300, sums / 100,
                     2300 + sums / 150};
 }
 
@@ -85,58 +90,72 @@ static int64_t time_of(const int *shares, int clusters, int half_slabs, int64_t 
     return last;
 }
 
-/* The split tiles, and what they take. */
+/* Tiles that are split, and who has a share of them. */
 typedef struct split_work {
-    int clusters, tiles, half_slabs, split_k;
-    bool evenly;   /* each tile as the others */
+    int tiles, clusters, half_slabs, split_k;
     int64_t whole; /* clocks of a cluster's whole tiles, before */
     clocks clocks; /* of the split ones */
 } split_work;
 
-/* How many half slabs a share has, by what it does. Of those that end a tile, who has fewer than `shortest` left for
- * the next one does not begin it. */
-typedef struct dealing {
-    int begins, ends_and_begins, ends, shortest;
-} dealing;
+/* With how many half slabs a share may begin a tile in so many clocks, where each of the others gives up to `ends` of
+ * the rest in time; 0: it may not. */
+static int head_of(const split_work *s, int64_t time, int64_t ends, int others) {
+    const clocks *c = &s->clocks;
+    for (int i = 1; i <= others; i++) {
+        const int64_t after = c->exchange + c->add * (3 * i - 2) + c->epilogue;
+        const int head = (int)min_of(s->half_slabs - 1, (time - after) / c->half_slab);
+        if (head < 1) break;
+        if (s->half_slabs - head <= i * ends) return head;
+    }
+    return 0;
+}
 
-/* Deals the half slabs out, in shares [clusters + 1]; false where some are left over. */
-static bool deal(const split_work *s, const dealing *d, int *shares) {
-    const int total = s->tiles * s->half_slabs;
-    for (int i = 0, at = 0, left = 0; i <= s->clusters; i++) { /* left: of the tile that has begun */
+/* Deals the half slabs out, in shares [clusters + 1], to one after another as many as it can end by `latest`. False where
+ * some are left over. */
+static bool deal(const split_work *s, int64_t latest, int *shares) {
+    const clocks *c = &s->clocks;
+    const int half_slabs = s->half_slabs, total = s->tiles * half_slabs;
+    const int64_t tile = half_slabs * c->half_slab + c->exchange + c->epilogue;
+    /* So many of a tile's end, first in a share, are given in time for whoever has its beginning. */
+    const int64_t ends =
+        (latest - s->whole - 2 * c->exchange - c->give - c->reach - c->add - c->epilogue) / c->half_slab;
+    for (int i = 0, at = 0; i <= s->clusters; i++) {
         shares[i] = at;
-        int count = left ? d->ends_and_begins : d->begins;
-        if (left && (count < left + d->shortest || s->evenly)) count = (int)min_of(left, d->ends);
-        count = (int)min_of(total - at, max_of(1, count));
+        const int left = (half_slabs - at % half_slabs) % half_slabs, end = (int)min_of(left, max_of(1, ends));
+        at += end;
+        if (end < left) continue;
+        const int64_t time = latest - s->whole - (end ? end * c->half_slab + c->exchange + c->give : 0);
+        const int whole = (int)min_of((total - at) / half_slabs, max_of(0, time / tile));
+        at += whole * half_slabs;
+        if (at == total) continue;
+        const int head = head_of(s, time - whole * tile, ends, s->clusters - 1 - i);
         /* An exchange of sums needs that a block has some of this tile or of the next one (many_kernel.cuh). */
-        if (s->split_k > 1 && left == 1 && count == 2) return false;
-        at += count;
-        left = (left + (count + s->half_slabs - 1 - left) / s->half_slabs * s->half_slabs - count);
+        if (s->split_k == 1 || end != 1 || whole || head != 1) at += head;
     }
     return shares[s->clusters] == total;
 }
 
-/* Deals so that the last cluster ends soonest; says when, INT64_MAX where it cannot be done. Clusters that begin a tile
- * have as many half slabs each, those that end another one before fewer, and those that only end one still fewer: what
- * these give has to be there when the others want to add it up. The last clusters may have nothing. */
-static int64_t deal_best(const split_work *s, int *shares) {
-    const int mean = s->tiles * s->half_slabs / s->clusters, give = (int)(s->clocks.give / s->clocks.half_slab);
-    int64_t least = INT64_MAX;
+/* Deals so that the last cluster ends soonest; says when, INT64_MAX where that is not before `least`. */
+static int64_t deal_best(const split_work *s, int64_t least, int *shares) {
+    const clocks *c = &s->clocks;
+    const int64_t step = c->half_slab / 8, all = s->tiles * (int64_t)s->half_slabs * c->half_slab;
+    int64_t early = s->whole + all / s->clusters, late = min_of(least, s->whole + all + 100 * c->half_slab);
     int tried[MACKO_SLAB_MOST_CLUSTERS + 1];
-    for (int begins = mean; begins <= mean + 8; begins++) {
-        /* The first cluster alone takes longer. */
-        if (least <= s->whole + begins * s->clocks.half_slab) break;
-        for (int ends = begins; ends >= max_of(1, begins - 6); ends--)
-            for (int both = begins - give + 1; both >= begins - give - 1; both--)
-                for (int shortest = 1; shortest <= 5; shortest += 4) {
-                    const dealing d = {begins, both, ends, shortest};
-                    if (!deal(s, &d, tried)) continue;
-                    const int64_t time = time_of(tried, s->clusters, s->half_slabs, s->whole, &s->clocks, least);
-                    if (time >= least) continue;
-                    least = time;
-                    memcpy(shares, tried, (size_t)(s->clusters + 1) * sizeof *shares);
-                }
+    bool found = false;
+    while (early < late) {
+        const int64_t latest = (early + late) / 2;
+        if (!deal(s, latest, tried)) {
+            early = latest + step;
+            continue;
+        }
+        late = latest - step;
+        const int64_t time = time_of(tried, s->clusters, s->half_slabs, s->whole, c, least);
+        if (time >= least) continue;
+        least = time;
+        found = true;
+        memcpy(shares, tried, (size_t)(s->clusters + 1) * sizeof *shares);
     }
-    return least;
+    return found ? least : INT64_MAX;
 }
 
 /* The best plan so far, and what is looked for. */
@@ -147,22 +166,42 @@ typedef struct search {
     macko_slab_many_plan *plan;
 } search;
 
-/* How far L2 is from holding the tokens, in percent: 0 up to 12 MB, 100 from 32 MB on, as half of an H100's 50 MB is far
- * from an SM. Tokens by MACKO_SLAB_MANY_TOKENS_UNIT, as plans are kept. */
-static int64_t percent_over_l2(const macko_slab_many_problem *p) {
-    const int64_t unit = MACKO_SLAB_MANY_TOKENS_UNIT, least = 12 << 20, most = 32 << 20;
-    const int64_t bytes = divide_up(p->tokens, unit) * unit * p->cols * 2;
-    return 100 * (max_of(least, min_of(bytes, most)) - least) / (most - least);
+/* Bytes of the tokens, by MACKO_SLAB_MANY_TOKENS_UNIT, as plans are kept. */
+static int64_t bytes_of_tokens(const macko_slab_many_problem *p) {
+    return divide_up(p->tokens, MACKO_SLAB_MANY_TOKENS_UNIT) * MACKO_SLAB_MANY_TOKENS_UNIT * p->cols * 2;
 }
-/* How much longer a half slab of a split tile takes. Clusters at different columns share nothing, and memory is waited for
- * (H100 under load, 4096 to 12288 columns, 2026-11-26: 1.47 to 1.58 times; where L2 holds all tokens, in bursts, 3072 to
- * 5120 columns by 1024, 2026-11-27: 1.05 to 1.15). Where tiles are split evenly only some columns are walked at a time, and
- * two where they are split into beginnings and ends. */
-static int64_t split_percent(const macko_slab_many_problem *p, int kind) {
-    const int64_t over = percent_over_l2(p);
-    return kind == MACKO_SLAB_SPLIT_EVENLY ? 100
-           : kind == MACKO_SLAB_SPLIT_ENDS ? 102 + over / 25
-                                           : max_of(112, 105 + over / 2);
+/* How far L2 is from holding them, in percent: 0 up to 12 MB, 100 from 32 MB on, as half of an H100's 50 MB is far from an
+ * SM. */
+static int64_t percent_over_l2(const macko_slab_many_problem *p) {
+    const int64_t least = 12 << 20, most = 32 << 20;
+    return 100 * (max_of(least, min_of(bytes_of_tokens(p), most)) - least) / (most - least);
+}
+/* How much longer a half slab of a split tile takes where so many clusters walk columns of their own: what they read they
+ * do not share, and L2 or memory is waited for. Of groups alike, which the raster follows, as many walk the same columns as
+ * there are groups (up to 37 MB of tokens: 1.00 to 1.09 times as long; 1.1 to 1.4 where the raster does not follow). With
+ * more tokens groups were not measured, and single clusters took 1.47 to 1.58 times as long (all H100). */
+static int64_t split_percent(const macko_slab_many_problem *p, int clusters) {
+    return bytes_of_tokens(p) > 40 << 20 ? 155 : 101 + clusters / 2;
+}
+
+/* Deals to groups of clusters alike, of `first` to `last` tiles each. INT64_MAX where that is not before the best plan. */
+static int64_t deal_groups(const search *best, const split_work *s, int first, int last, macko_slab_schedule *found) {
+    int64_t least = best->least;
+    for (int tiles = first; tiles <= min_of(last, s->tiles); tiles++) {
+        const int clusters = s->clusters / (int)divide_up(s->tiles, tiles);
+        if (!clusters) continue;
+        split_work group = {tiles, clusters, s->half_slabs, s->split_k, s->whole, s->clocks};
+        if (tiles > 1) group.clocks.half_slab = s->clocks.half_slab * split_percent(best->problem, clusters) / 100;
+        int shares[MACKO_SLAB_MOST_CLUSTERS + 1];
+        const int64_t time = deal_best(&group, least, shares);
+        if (time == INT64_MAX) continue;
+        least = time;
+        for (int i = 0; i <= s->clusters; i++)
+            found->shares[i] =
+                (int)min_of(s->tiles * s->half_slabs, i / clusters * tiles * s->half_slabs + shares[i % clusters]);
+        found->raster_rows = tiles < 3 ? RASTER_ROWS : tiles;
+    }
+    return least < best->least ? least : INT64_MAX;
 }
 
 /* Deals so that clusters have the beginning of a tile each, and the others several ends; false where it does not pay. */
@@ -194,7 +233,8 @@ static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, i
                                  .token_tiles = (int)divide_up(p->tokens, shape.tokens),
                                  .clusters = (int)clusters,
                                  .split = (int)split_tiles,
-                                 .kept = (int)divide_up(p->cols, MACKO_SLAB_HALF_COLS)};
+                                 .kept = (int)divide_up(p->cols, MACKO_SLAB_HALF_COLS),
+                                 .raster_rows = RASTER_ROWS};
     found.row_tiles = (int)divide_up(found.row_blocks, shape.row_blocks * (MACKO_SLAB_CLUSTER_BLOCKS / shape.split_k));
     const int64_t tiles = (int64_t)found.row_tiles * found.token_tiles, half_slabs = found.half_slabs;
     clocks c = clocks_of(shape);
@@ -209,17 +249,14 @@ static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, i
     }
     int64_t time = whole, workspace_bytes = 0;
     if (split_tiles) {
-        c.half_slab = c.half_slab * split_percent(p, kind) / 100;
         if (kind == MACKO_SLAB_SPLIT_ENDS) {
+            c.half_slab += c.half_slab * percent_over_l2(p) / 2500;
             if (!deal_ends(&found, shape, &c, whole, &time)) return;
         } else {
-            /* The others have no share. */
-            const bool evenly = kind == MACKO_SLAB_SPLIT_EVENLY;
-            const int64_t sharing = evenly ? clusters / split_tiles * split_tiles : clusters;
-            const split_work work = {(int)sharing, (int)split_tiles, (int)half_slabs, shape.split_k, evenly, whole, c};
-            time = deal_best(&work, found.shares);
+            const split_work work = {(int)split_tiles, (int)clusters, (int)half_slabs, shape.split_k, whole, c};
+            const int first = (int)min_of(kind == MACKO_SLAB_SPLIT_EVENLY ? 1 : 2, split_tiles);
+            time = deal_groups(s, &work, first, kind == MACKO_SLAB_SPLIT_EVENLY ? 1 : MOST_PERIOD, &found);
             if (time == INT64_MAX) return;
-            for (int i = (int)sharing; i < found.clusters; i++) found.shares[i + 1] = found.shares[sharing];
         }
         while (!whole && found.shares[found.clusters - 1] == split_tiles * half_slabs) found.clusters--;
         workspace_bytes =
@@ -292,7 +329,7 @@ bool macko_slab_many_choose(const macko_slab_many_problem *problem, const macko_
     schedule->by_half_slabs = macko_slab_divisor_of(schedule->half_slabs);
     schedule->by_kept = macko_slab_divisor_of(schedule->kept);
     schedule->by_end = macko_slab_divisor_of(max_of(1, schedule->half_slabs - schedule->kept));
-    schedule->by_raster = macko_slab_divisor_of(MACKO_SLAB_RASTER_ROWS * (int64_t)schedule->token_tiles);
+    schedule->by_raster = macko_slab_divisor_of(schedule->raster_rows * (int64_t)schedule->token_tiles);
     find_first_slabs(schedule, plan->shape);
     return true;
 }

@@ -1,8 +1,8 @@
 /*
  * Who multiplies what in the kernel for many tokens: Stream-K, for host and device. Clusters of two blocks are
- * persistent. Whole rounds of output tiles are dealt out one a cluster. Those beyond whole rounds are split over all
- * clusters, in half slabs, so that all end at about the same time. Here each three clusters take two tiles of 32 half
- * slabs:
+ * persistent. Whole rounds of output tiles are dealt out one a cluster. Those beyond whole rounds, or beyond all but one,
+ * are split over all clusters, in half slabs, so that all end at about the same time. Here each three clusters take two
+ * tiles of 32 half slabs:
  *
  *     half slabs    0                      24      32           45                 64
  *     output tiles  |------------ tile 0 -----------|------------ tile 1 -----------|
@@ -19,6 +19,9 @@
  * Whole tiles come first: all clusters walk the same columns of them at the same time, and find in L2 what the others
  * have read. After split ones each stood at columns of its own, and 4096 x 11008 by 4096 tokens took 2.0 GB from memory
  * for 0.47 GB (H100, ncu, 2026-11-26).
+ * Groups of clusters do this alike, each so many tiles of its own: as many clusters walk the same columns as there are
+ * groups. A group's tiles are neighbours in the raster, so some of these clusters have the same rows, and some the same
+ * tokens.
  * Where split tiles are more than half as many as clusters, each may have a cluster for all but its end, and the others
  * take several ends each, so that all walk one of two columns:
  *
@@ -41,7 +44,6 @@ enum {
     MACKO_SLAB_CLUSTER_BLOCKS = 2, /* of a cluster */
     MACKO_SLAB_HALF_TILES = MACKO_SLAB_TILES / 2,
     MACKO_SLAB_HALF_COLS = MACKO_SLAB_HALF_TILES * MACKO_SLAB_TILE_COLS,
-    MACKO_SLAB_RASTER_ROWS = 8, /* row tiles that follow each other, at each token tile */
 };
 
 /* Of a kernel. The output tile of a cluster is row_blocks * (2 / split_k) row blocks by `tokens`. */
@@ -65,8 +67,9 @@ typedef struct macko_slab_schedule {
     int shares[MACKO_SLAB_MOST_CLUSTERS + 1];
     int first_slabs[MACKO_SLAB_MOST_CLUSTERS *
                     MACKO_SLAB_CLUSTER_BLOCKS];               /* of each block's first row block; -1: none */
-    macko_slab_divisor by_clusters, by_half_slabs, by_raster; /* raster: MACKO_SLAB_RASTER_ROWS x all token tiles */
+    macko_slab_divisor by_clusters, by_half_slabs, by_raster; /* raster: raster_rows x all token tiles */
     macko_slab_divisor by_kept, by_end;                       /* end: half_slabs - kept */
+    int raster_rows;                                          /* row tiles that follow each other, at each token tile */
 } macko_slab_schedule;
 
 /* What a cluster works on. */
@@ -193,18 +196,18 @@ MACKO_FN int macko_slab_given(const macko_slab_share *share, int tile) {
     return share->schedule->kept < share->schedule->half_slabs ? tile + 1 : macko_slab_share_index(share);
 }
 
-/* Where an output tile lies. MACKO_SLAB_RASTER_ROWS row tiles follow each other at all token tiles, so both operands are
+/* Where an output tile lies. schedule->raster_rows row tiles follow each other at all token tiles, so both operands are
  * found in L2. */
 typedef struct macko_slab_place {
     int row_tile, token_tile;
 } macko_slab_place;
 MACKO_FN macko_slab_place macko_slab_place_of(const macko_slab_schedule *schedule, int tile) {
-    const int raster = macko_slab_divide(tile, &schedule->by_raster);
-    const int inside = tile - raster * MACKO_SLAB_RASTER_ROWS * schedule->token_tiles;
-    const int rows = macko_slab_min(MACKO_SLAB_RASTER_ROWS, schedule->row_tiles - raster * MACKO_SLAB_RASTER_ROWS);
+    const int raster = macko_slab_divide(tile, &schedule->by_raster), first = raster * schedule->raster_rows;
+    const int inside = tile - first * schedule->token_tiles;
+    const int rows = macko_slab_min(schedule->raster_rows, schedule->row_tiles - first);
     macko_slab_place place;
-    place.token_tile = rows == MACKO_SLAB_RASTER_ROWS ? inside / MACKO_SLAB_RASTER_ROWS : inside / rows;
-    place.row_tile = raster * MACKO_SLAB_RASTER_ROWS + inside - place.token_tile * rows;
+    place.token_tile = inside / rows;
+    place.row_tile = first + inside - place.token_tile * rows;
     return place;
 }
 /* The first of a block's row blocks. */

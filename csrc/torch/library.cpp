@@ -114,12 +114,17 @@ std::vector<Tensor> linear_parts(const Tensor &x, const std::vector<Tensor> &pac
     return parts;
 }
 
-Tensor linear_experts(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header, int64_t rows,
-                      const Tensor &ends, const std::optional<Tensor> &order, int64_t top_k, bool gated) {
+Tensor experts_product(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header, int64_t rows,
+                       const Tensor &ends, const std::optional<Tensor> &order, int64_t top_k, bool gated, bool early) {
     const char *op = "linear_experts";
     const Packed p{packed, header};
     const Layout &layout = layout_of(op, p);
-    return which(op, layout, layout.linear_experts)(p, x, rows, ends, order, top_k, gated);
+    return which(op, layout, layout.linear_experts)(p, x, rows, ends, order, top_k, gated, early);
+}
+
+Tensor linear_experts(const Tensor &x, const std::vector<Tensor> &packed, const Ints &header, int64_t rows,
+                      const Tensor &ends, const std::optional<Tensor> &order, int64_t top_k, bool gated) {
+    return experts_product(x, packed, header, rows, ends, order, top_k, gated, false);
 }
 
 // Of ids [tokens, top_k], each token's experts: the pairs in the order of their experts, the place of each there, and where
@@ -156,8 +161,7 @@ std::tuple<Tensor, Tensor, Tensor> expert_order(const Tensor &ids_any, int64_t e
     return {order, places, ends};
 }
 
-// [tokens, cols]: of each token the sum of the rows of x [pairs, cols] at its places, times weights; both [tokens, top_k].
-Tensor expert_sum(const Tensor &x_any, const Tensor &places_any, const Tensor &weights_any) {
+Tensor expert_sum_of(const Tensor &x_any, const Tensor &places_any, const Tensor &weights_any, bool early) {
     const char *op = "expert_sum";
     check_backend(op, "x", x_any);
     const macko_dtype dtype = check_value_dtype(op, "x", x_any);
@@ -184,6 +188,7 @@ Tensor expert_sum(const Tensor &x_any, const Tensor &places_any, const Tensor &w
                                 .x = x.const_data_ptr(),
                                 .places = reads<int32_t>(places),
                                 .weights = weights.const_data_ptr(),
+                                .early = early && weights_any.is_contiguous(), // else the copy comes right before
                                 .y = y.mutable_data_ptr()};
 #ifdef USE_CUDA
     STD_CUDA_CHECK(macko_expert_sum_cuda(&p, current_stream(x)));
@@ -191,6 +196,11 @@ Tensor expert_sum(const Tensor &x_any, const Tensor &places_any, const Tensor &w
     for_rows(p.tokens, p.top_k * p.cols, [&](int64_t begin, int64_t end) { macko_expert_sum_cpu(&p, begin, end); });
 #endif
     return y;
+}
+
+// [tokens, cols]: of each token the sum of the rows of x [pairs, cols] at its places, times weights; both [tokens, top_k].
+Tensor expert_sum(const Tensor &x, const Tensor &places, const Tensor &weights) {
+    return expert_sum_of(x, places, weights, false);
 }
 
 // Of x [tokens, cols] what experts give whose gate is silu: the four ops above in one, as each takes the host microseconds.
@@ -203,7 +213,10 @@ Tensor gated_experts(const Tensor &x, const Tensor &ids, const Tensor &weights, 
     if (ids.size(0) != x.size(0)) fail(op, "ids has ", ids.size(0), " rows, x has ", x.size(0));
     const auto [order, places, ends] = expert_order(ids, experts);
     const Tensor h = linear_experts(x, gate_up, gate_up_header, gate_up_rows, ends, order, ids.size(1), false);
-    return expert_sum(linear_experts(h, down, down_header, down_rows, ends, std::nullopt, 1, true), places, weights);
+    // Each kernel waits for the one before it before it lets the next one begin, but for the gate's: so when the second
+    // product begins the first one is running, and what came before that has ended.
+    const Tensor y = experts_product(h, down, down_header, down_rows, ends, std::nullopt, 1, true, true);
+    return expert_sum_of(y, places, weights, true);
 }
 
 #ifdef USE_CUDA

@@ -59,9 +59,9 @@ struct Layout {
     Tensor (*linear)(const Packed &p, const Tensor &x, const std::optional<Tensor> &bias) = nullptr;
     std::vector<Tensor> (*linear_parts)(const Packed &p, const Tensor &x, const Ints &part_rows) = nullptr;
     // Of a stack of experts, `rows` of each; ends: where the rows of each expert end, which are rows order[i] / top_k of x; or of
-    // silu(gate) * up, of which x has both.
+    // silu(gate) * up, of which x has both. early: ends were there before the kernel that comes before this one began.
     Tensor (*linear_experts)(const Packed &p, const Tensor &x, int64_t rows, const Tensor &ends,
-                             const std::optional<Tensor> &order, int64_t top_k, bool gated) = nullptr;
+                             const std::optional<Tensor> &order, int64_t top_k, bool gated, bool early) = nullptr;
     // Of one token, where the product's kernel makes its own input.
     Tensor (*norm_linear)(const Packed &p, const Tensor &x, const Tensor &weight, double eps,
                           const std::optional<Tensor> &bias) = nullptr;

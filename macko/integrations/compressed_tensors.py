@@ -21,7 +21,6 @@ Of 4 bits (pack-quantized, symmetric) the weights are made of 16 bits:
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ..choose.patterns import countable
-from ..files import Checkpoint, FolderWriter, open_tensors, version_of
+from ..files import Checkpoint, FolderWriter, named, open_tensors, version_of
 from ..weights import ByteWeight, Dense8Weight, Sparse8Weight, codes
 from ..weights.saved import IN_FILES
 
@@ -133,7 +132,7 @@ _SCALES = ("weight_scale", "weight_shape", "weight_zero_point", "input_scale", "
 
 def quantised(file: Checkpoint, name: str, dtype: torch.dtype) -> ByteWeight:
     """A layer's weight with its own codes and scales, sparse where that is smaller; ValueError names the layer."""
-    try:
+    with named(name, IndexError, RuntimeError, TypeError, ValueError):
         scales = file[f"{name}.weight_scale"].float().flatten()
         if f"{name}.weight_packed" in file:
             rows, cols = _sizes(file[f"{name}.weight_shape"])
@@ -152,8 +151,6 @@ def quantised(file: Checkpoint, name: str, dtype: torch.dtype) -> ByteWeight:
             values.view(torch.uint8)[is_zero] = 0  # as they are times that
             scales = torch.where(is_zero, 1.0, scales)
         packed = [kind.from_codes(values, scales, dtype) for kind in (Dense8Weight, Sparse8Weight)]
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: {error}") from None
     return min(packed, key=lambda weight: weight.nbytes)
 
 
@@ -235,7 +232,7 @@ def lazy_state(file: Checkpoint) -> dict[str, _Lazy]:
 
 def _of_4_bits(file: Checkpoint, name: str) -> Tensor:
     """The weight that codes of 4 bits and their scales are, of the scales' dtype, rounded once."""
-    try:
+    with named(name):
         rows, cols = _sizes(file[f"{name}.weight_shape"])
         words, scales = file[f"{name}.weight_packed"], file[f"{name}.weight_scale"]
         if words.dtype != torch.int32 or list(words.shape) != [rows, -(-cols // 8)]:
@@ -251,8 +248,6 @@ def _of_4_bits(file: Checkpoint, name: str) -> Tensor:
         wanted = [-(-rows // 8), scales.shape[1]]
         if zeros is not None and (zeros.dtype != torch.int32 or list(zeros.shape) != wanted):
             raise ValueError(f"weight_zero_point is {zeros.dtype} {list(zeros.shape)}, expected int32 {wanted}")
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
     codes, columns = _nibbles(words, cols), cols // scales.shape[1]
     if zeros is not None:
         codes -= _nibbles(zeros.t(), rows).t().repeat_interleave(columns, 1)
@@ -277,7 +272,7 @@ class Masked:
 
     def __init__(self, file: Checkpoint, name: str) -> None:
         self.name = name
-        with self._named():
+        with named(self.name, KeyError, ValueError):
             self.tensors = [file[f"{name}.{key}"] for key in _KEYS[:3]]
             self.shape = torch.Size(_shape(*self.tensors))
         _, bitmask, compressed = self.tensors
@@ -289,20 +284,13 @@ class Masked:
         return int(countable(self.tensors[2]).count_nonzero()) / max(1, self.shape.numel())
 
     def to_dense(self) -> Tensor:
-        with self._named():
+        with named(self.name, KeyError, ValueError):
             return decode(*self.tensors)
 
     def panels(self, rows: int) -> Iterator[Tensor]:
         """So many rows at a time, dense."""
-        with self._named():
+        with named(self.name, KeyError, ValueError):
             yield from _panels(rows, *self.tensors)
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{self.name}: {error}") from None
 
 
 def decode(shape: Tensor, bitmask: Tensor, compressed: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ..choose.auto import held_on
 from ..choose.options import AUTO
+from ..files import named
 from ..nn.convert import convert_weight, warn_if_unchanged
-from ..nn.find import FoundLinear, find_linears, unpackable
+from ..nn.find import FoundLinear, find_linears, submodule, unpackable
 from ..nn.linear import SparseLinear, with_hooks
 from ..nn.report import LayerReport, Report
 from .transformers import OFFLOADS, MackoConfig, tensor_shapes, unpacked, without_content
@@ -100,10 +101,8 @@ class MackoDiffusersQuantizer(DiffusersQuantizer):
 
     def _place(self, model: Any, name: str, about: Any) -> None:
         """Puts a layer without content in the place of one that the files hold packed."""
-        try:
-            linear = model.get_submodule(name)
-        except AttributeError:
-            raise ValueError(f"the files have a packed layer {name}, the model has no such module") from None
+        if (linear := submodule(model, name)) is None:
+            raise ValueError(f"the files have a packed layer {name}, the model has no such module")
         if not isinstance(linear, nn.Linear):
             raise ValueError(f"{name} is a packed layer, in the model it is a {type(linear).__name__}")
         packed = without_content(name, about, self._shapes, linear.weight.dtype)
@@ -146,7 +145,7 @@ class MackoDiffusersQuantizer(DiffusersQuantizer):
 
     def _arrived(self, model: Any, name: str, module: Any, device: torch.device, dtype: torch.dtype | None) -> None:
         """Puts the layer as the device holds it in the place of one whose tensors are all there."""
-        try:
+        with named(name, TypeError, ValueError):
             packed = module.packed
             packed.validate()
             weight = (
@@ -154,8 +153,6 @@ class MackoDiffusersQuantizer(DiffusersQuantizer):
                 if packed.stands_for_dense()
                 else packed.to(device, dtype)
             )
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from None
         layer: nn.Linear
         if isinstance(weight, Tensor):
             layer = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=weight.dtype)

@@ -32,6 +32,7 @@ from ..nn.experts import SparseExperts, UnfoldedExperts, saved_by_expert, unfold
 from ..nn.linear import SparseLinear
 from ..nn.report import format_bytes
 from ..weights import saved_as
+from ..weights.saved import within
 from . import tensor_parallel, wrap
 from .placing import PLACING, dispatch
 from .transformers import IGNORES_SIZES, OFFLOADS, MackoConfig, renamer
@@ -318,12 +319,8 @@ def _from_packed(load: Any) -> Any:
             )
         offloads = bool(getattr(given.get("quantization_config"), "offload", False))
         placing = {name: kwargs.pop(name, None) for name in PLACING} if offloads else {}
-        tokens = IGNORES_SIZES.set(bool(given.get("ignore_mismatched_sizes"))), OFFLOADS.set(offloads)
-        try:
+        with within(IGNORES_SIZES, bool(given.get("ignore_mismatched_sizes"))), within(OFFLOADS, offloads):
             found = load(cls, *args, **kwargs)
-        finally:
-            IGNORES_SIZES.reset(tokens[0])
-            OFFLOADS.reset(tokens[1])
         if offloads:
             model: Any = found[0] if isinstance(found, tuple) else found
             kept = list(getattr(model, "_no_split_modules", None) or ())

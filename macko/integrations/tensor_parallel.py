@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from ..files import named
 from ..nn.experts import SparseExperts
 from ..nn.linear import SparseLinear
 from ..weights.shards import gathered
@@ -151,10 +152,8 @@ def all_whole(model: Any) -> Iterator[None]:
         for name, layer in model.named_modules():
             if isinstance(layer, SparseLinear) and (dim := cut_dim(model, name)) is not None:
                 parts.append((layer, part := layer.packed))
-                try:
+                with named(name):
                     layer._hold(gathered(part, dim, (layer.out_features, layer.in_features), _mesh(model)))
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
         yield
     finally:
         for layer, part in parts:

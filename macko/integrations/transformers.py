@@ -28,7 +28,7 @@ from ..choose.auto import is_held_packed
 from ..choose.options import Options
 from ..choose.patterns import countable
 from ..choose.times import packed_share
-from ..files import TYPES, Checkpoint, check_whole, join, on_disk, open_tensors
+from ..files import TYPES, Checkpoint, check_whole, join, named, on_disk, open_tensors
 from ..nn.convert import CONVERTED, convert_weight, stack_of, warn_if_unchanged
 from ..nn.experts import (
     NOT_OFFLOADED,
@@ -44,9 +44,10 @@ from ..nn.experts import (
     put,
     replace,
     saved_by_expert,
+    turned,
     unfold_,
 )
-from ..nn.find import FoundLinear, find_linears, unpackable
+from ..nn.find import FoundLinear, find_linears, submodule, unpackable
 from ..nn.linear import SparseLinear, unsupported, with_hooks
 from ..nn.report import LayerReport, Report
 from ..weights import FORMATS, PackedWeight, saved_as
@@ -260,7 +261,7 @@ class MackoHfQuantizer(HfQuantizer):
         for saved, about in self.quantization_config.layers.items():
             # A model with a head reads the checkpoint of one without, and the other way round.
             names = (saved, f"{prefix}{saved}", saved.removeprefix(prefix), renamed(saved))
-            name = next((n for n in names if _submodule(model, n) is not None), None)
+            name = next((n for n in names if submodule(model, n) is not None), None)
             shape, _ = shapes.get(join(saved, "weight"), ((0,), None))
             if 0 not in shape:
                 raise ValueError(f"{saved}: the files hold its weight packed, and another one of shape {list(shape)}")
@@ -268,7 +269,7 @@ class MackoHfQuantizer(HfQuantizer):
             tripwires |= {re.sub(r"\d+", r"\\d+", re.escape(join(n, "weight"))) for n in (name or saved, saved)}
             if name is None:
                 continue  # transformers reports the tensors as unexpected
-            linear = _submodule(model, name)
+            linear = submodule(model, name)
             if not isinstance(linear, nn.Linear):
                 raise ValueError(f"{saved} is a packed layer, in the model it is a {type(linear).__name__}")
             packed = without_content(saved, about, shapes, linear.weight.dtype)
@@ -278,10 +279,8 @@ class MackoHfQuantizer(HfQuantizer):
                 raise ValueError(
                     f"{saved}: the checkpoint has shape {list(packed.shape)}, the model {list(linear.weight.shape)}"
                 )
-            try:
+            with named(saved, TypeError):  # of the values' dtype, which the file has
                 sparse = _Loading.from_packed(packed, linear.bias)
-            except TypeError as error:  # of the values' dtype, which the file has
-                raise ValueError(f"{saved}: {error}") from None
             sparse._is_hf_initialized = True  # or transformers would give it random weights
             model.set_submodule(name, sparse)
             sparse.when_whole = partial(_cut, model, name)
@@ -389,7 +388,7 @@ class MackoHfQuantizer(HfQuantizer):
         packing = _PACKING.get()
         if packing and packing.error:
             return False
-        w = weight.transpose(1, 2) if module.is_transposed else weight
+        w = turned(module, weight)
         row = LayerReport(name, tuple(w.shape), None, "dense", w.nbytes, w.nbytes, linear=False)
         self.report.layers.append(row)
         left = next((r for r in self.report.layers if r.name.rpartition(".")[0] == layer and r.reason), None)
@@ -457,13 +456,11 @@ class MackoHfQuantizer(HfQuantizer):
                 if not wanted and tensor_parallel.cut_dim(model, name) is None and not is_held_packed(packed, home):
                     self._make_dense(model, name)
                     continue
-                try:
+                with named(name, TypeError, ValueError):
                     if packed.dtype != dtype:
                         packed = packed.to("cpu")  # a GPU has no kernels for float32
                     packed.validate()
                     module._hold(packed.materialized().to(home, dtype))
-                except (TypeError, ValueError) as error:
-                    raise ValueError(f"{name}: {error}") from None
                 module.to(dtype)  # its bias
                 if self.quantization_config.values == "raw":  # 8 bits are not made of what the files hold exactly
                     module._options = Options(values="raw")
@@ -512,12 +509,10 @@ class MackoHfQuantizer(HfQuantizer):
     def _make_dense(self, model: Any, name: str) -> None:
         """Puts the dense layer in the place of a packed one that is read, in its dtype and on its device."""
         module, dtype = model.get_submodule(name), self._dtypes[name]
-        try:
+        with named(name, TypeError, ValueError):
             packed = module.packed if module.packed.dtype == dtype else module.packed.to("cpu")
             packed.validate()
             weight = packed.to_dense().to(module.device, dtype)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from None
         dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=dtype)
         dense.weight, dense.bias = nn.Parameter(weight, requires_grad=False), module.bias
         model.set_submodule(name, with_hooks(dense.train(module.training).to(dtype), module))
@@ -608,12 +603,10 @@ def _cut(model: Any, name: str, layer: SparseLinear) -> None:
     """Leaves a layer that is read this process' part of it, before the next one is, where it shall have a part."""
     if tensor_parallel.cut_dim(model, name) is None:
         return
-    try:
+    with named(name):
         layer.packed.validate()
         layer._hold(layer.packed.parted())
         tensor_parallel.cut(model, name, layer)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
     for tensor in layer.buffers():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
@@ -746,13 +739,6 @@ def _check_size(folder: str, kind: Any, about: Any) -> None:
         raise ValueError(f"{folder}: config.json is of a model of {count} weights, its files have {size} bytes")
 
 
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}
 
 
@@ -764,7 +750,7 @@ def without_content(
     Raises:
         ValueError: they say it wrong; names the layer.
     """
-    try:
+    with named(layer):
         kind, sizes, keys = saved_as(about)
         tensors = {}
         for key in keys:
@@ -772,8 +758,6 @@ def without_content(
             shape, stored = shapes.get(join(layer, key), ((0,), None))
             tensors[key] = torch.empty(shape, dtype=stored or dtype, device="meta")
         return kind(**tensors, **sizes)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise ValueError(f"{layer}: {error}") from None
 
 
 def tensor_shapes(files: list[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:

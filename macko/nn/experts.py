@@ -74,7 +74,11 @@ def find_experts(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
 
 def oriented(experts: nn.Module, name: str) -> Tensor:
     """[experts, out, in] of a projection, whichever way the dense module holds it."""
-    weight = experts._parameters[name].detach()  # type: ignore[union-attr]
+    return turned(experts, experts._parameters[name].detach())  # type: ignore[union-attr]
+
+
+def turned(experts: nn.Module, weight: Tensor) -> Tensor:
+    """A weight as the dense module holds it as [experts, out, in], or the other way round."""
     return weight.transpose(1, 2) if experts.is_transposed else weight
 
 
@@ -318,8 +322,7 @@ class SparseExperts(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in PROJECTIONS and f"{name}_packed" in self._modules:
-            w = self.stack(name).to_dense()
-            return w.transpose(1, 2).contiguous() if self.is_transposed else w.contiguous()
+            return turned(self, self.stack(name).to_dense()).contiguous()
         return super().__getattr__(name)
 
     def _gates_by_silu(self) -> bool:
@@ -379,7 +382,7 @@ class SparseExperts(nn.Module):
 
     def _packed_again(self, dense: Tensor, part: PackedStack, assigned: bool) -> Stack:
         """The stack of a state's dense weight, where files hold it so."""
-        w, now = dense.detach().transpose(1, 2) if self.is_transposed else dense.detach(), part.stack
+        w, now = turned(self, dense.detach()), part.stack
         on_meta = now.packed.device.type == "meta"
         if not part.is_saved_dense:
             raise ValueError("the state has a dense weight, and these experts are sparse: load it before sparsify_")
@@ -494,16 +497,15 @@ class UnfoldedExperts(nn.Module):
                 if len(packed) == len(layers):
                     stacks[key] = Stack.from_dense(w, options)
             if key not in stacks:
-                w = w.transpose(1, 2).contiguous() if experts.is_transposed else w
-                experts._parameters[key] = nn.Parameter(w, requires_grad=False)
+                experts._parameters[key] = nn.Parameter(turned(experts, w).contiguous(), requires_grad=False)
             if experts.has_bias:
                 bias = torch.stack([self._joined([layer.bias.detach() for layer in of_one]) for of_one in parts])
                 experts._parameters[f"{key}_bias"] = nn.Parameter(bias, requires_grad=False)
         if len(stacks) == len(projections(experts)):
             return SparseExperts(experts, stacks)
         for key, stack in stacks.items():  # all of it is packed, or nothing
-            w = stack.to_dense().transpose(1, 2) if experts.is_transposed else stack.to_dense()
-            experts._parameters[key] = nn.Parameter(w.contiguous(), requires_grad=False)
+            w = turned(experts, stack.to_dense()).contiguous()
+            experts._parameters[key] = nn.Parameter(w, requires_grad=False)
         return experts
 
     def _joined(self, parts: list[Tensor]) -> Tensor:

@@ -60,6 +60,14 @@ def check_model(model: Any, what: str) -> None:
         raise TypeError(f"{what} takes a model, a torch.nn.Module, got a {type(model).__name__}{hint}")
 
 
+def submodule(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of this name; None where the model has none."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
 def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | None) -> list[FoundLinear]:
     """Every nn.Linear of the model, in the model's order, subclasses too; those of a peft adapter are left out.
 

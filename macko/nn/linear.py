@@ -558,8 +558,7 @@ class SparseLinear(nn.Linear):
 
         What is saved dense goes as nn.Linear's weight, there too.
         """
-        packed = self.packed
-        if isinstance(in_file := in_state(packed), Tensor):
+        if isinstance(in_file := in_state(self.packed), Tensor):
             destination[f"{prefix}weight"] = in_file
             if self.bias is not None:
                 destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
@@ -571,7 +570,7 @@ class SparseLinear(nn.Linear):
             if not destination[key].numel():
                 destination[key] = with_address(destination[key])
         if self._saves_empty_weight:
-            destination[f"{prefix}weight"] = packed.empty_weight()
+            destination[f"{prefix}weight"] = in_file.empty_weight()
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For torch.distributed.checkpoint, which looks up each name of a state_dict: those that are no buffers now."""

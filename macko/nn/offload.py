@@ -6,10 +6,10 @@ as frozen Parameters of bytes, and a state_dict of these.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +22,11 @@ from .find import check_model
 from .linear import SparseLinear, as_extra_state, unsupported
 from .merge import split_
 
-#: Whether a state_dict is to be that of a layer before offloadable_, as files have it.
+#: Within as_in_files state_dicts have of each layer what files have, as before offloadable_, and not what it holds.
 _AS_IN_FILES: ContextVar[bool] = ContextVar("_AS_IN_FILES", default=False)
+as_in_files = partial(within, _AS_IN_FILES)
 #: What products want of the addresses of a weight's tensors.
 _ALIGNMENT = 16
-
-
-@contextlib.contextmanager
-def as_in_files() -> Iterator[None]:
-    """Within it state_dicts have of each layer what files have, and not what it holds."""
-    with within(_AS_IN_FILES):
-        yield
 
 
 class OffloadableLinear(SparseLinear):

@@ -42,6 +42,8 @@ _PASSED = (
 _Result = TypeVar("_Result")
 #: Dtype and sizes of a tensor.
 Shape = tuple[Any, ...]
+#: By an int field what files call it, and the words that stand there for 0, 1 and so on.
+Words = Mapping[str, tuple[str, Sequence[str]]]
 
 
 def any_size() -> Any:
@@ -120,6 +122,8 @@ class PackedWeight:
     faults: ClassVar[Mapping[int, str]] = {}
     #: What an int field may be, where that is less than SIZES.
     limits: ClassVar[Mapping[str, Sequence[int]]] = {"delta_bits": (2, 4, 8)}
+    #: Int fields that files have in words.
+    in_words: ClassVar[Words] = {}
     #: Numbers that the op `pack` gives after the header.
     counts_of_pack: ClassVar[int] = 0
     rows: int
@@ -348,6 +352,13 @@ class PackedWeight:
             return f"its tensors are on {' and '.join(sorted(devices))}"
         return ""
 
+    @classmethod
+    def _check_dtype(cls, dtype: torch.dtype) -> None:
+        """ValueError where the format, which is one of 16 bits, does not hold weights of it."""
+        if dtype not in cls.dtypes:
+            name = str(dtype).removeprefix("torch.")
+            raise ValueError(f"the {cls.format} format holds bfloat16 and float16, the weight is {name}")
+
     def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"not {'an' if self.format[0] in 'aeiou' else 'a'} {self.format} weight: {reason}") from None
 
@@ -402,12 +413,20 @@ class PackedWeight:
 
     def about(self) -> dict[str, Any] | None:
         """What a file says of a weight beside its tensors (`saved_as` reads it); None: nothing, it holds it dense."""
-        return {"format": self.format, **self.sizes()}
+        sizes = self.sizes()
+        words = {there: of[sizes.pop(name)] for name, (there, of) in self.in_words.items()}
+        return {"format": self.format, **sizes, **words}
 
     @classmethod
     def sizes_of(cls, about: Mapping[str, Any]) -> dict[str, Any]:
         """The sizes among what `about` gave. ValueError where a word is none of the format's."""
-        return {name: size for name, size in about.items() if name != "format"}
+        sizes = {name: size for name, size in about.items() if name != "format"}
+        for name, (there, words) in cls.in_words.items():
+            if there in sizes:
+                if (word := sizes.pop(there)) not in words:
+                    raise ValueError(f"{there} is {word!r}, expected one of {', '.join(words)}")
+                sizes[name] = words.index(word)
+        return sizes
 
     @classmethod
     def instead_in_files(cls) -> str:
@@ -483,7 +502,11 @@ class PackedWeight:
         return self if (start, stop) == (0, size) else self._cut(dim, start, stop)
 
     def _cut(self, dim: int, start: int, stop: int) -> PackedWeight:
-        return self.packed_alike(self.to_dense().narrow(dim, start, stop - start))
+        if not self.holds_codes:
+            return self.packed_alike(self.to_dense().narrow(dim, start, stop - start))
+        numbers, scales = self.coded()
+        scales = scales[start:stop].clone() if dim == 0 else scales  # savers refuse parts of a memory
+        return self.of_codes(numbers.narrow(dim, start, stop - start), scales)
 
     def packed_alike(self, dense: Tensor) -> PackedWeight:
         """Another weight in this format, with the same options."""

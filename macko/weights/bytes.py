@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from . import codes
-from .base import PackedWeight, Shape, any_size, stacked_codes
+from .base import PackedWeight, Shape, Words, any_size, stacked_codes
 from .canonical import MackoWeight
 from .slab import AT, SlabWeight
 
@@ -115,10 +115,6 @@ class ByteWeight(SlabWeight):
             return None
         return kind.from_codes(self.codes(), self.scales, self.dtype)
 
-    def _cut(self, dim: int, start: int, stop: int) -> Self:
-        scales = self.scales[start:stop].clone() if dim == 0 else self.scales  # savers refuse parts of a memory
-        return self.from_codes(self.codes().narrow(dim, start, stop - start), scales, self.dtype)
-
     def rows_anew(self, start: int, stop: int) -> PackedWeight:
         on_meta = self.device.type == "meta"
         return self.on_meta(stop - start, self.cols, self.kind, self.dtype) if on_meta else self.cut(0, start, stop)
@@ -129,10 +125,6 @@ class ByteWeight(SlabWeight):
     @classmethod
     def instead_in_files(cls) -> str:
         return Macko8Weight.format
-
-    @property
-    def _dtype_in_files(self) -> torch.dtype:
-        return codes.TYPES[self.kind]
 
     def _options(self) -> dict[str, int]:
         return {"kind": self.kind}
@@ -238,6 +230,7 @@ class Macko8Weight(PackedWeight):
 
     format: ClassVar[str] = "macko8"
     of_files: ClassVar[bool] = True
+    in_words: ClassVar[Words] = {"kind": ("values", codes.KINDS)}
     limits: ClassVar[Mapping[str, Sequence[int]]] = {
         **ByteWeight.limits,
         "delta_bits": (0, 2, 4, 8),
@@ -274,20 +267,6 @@ class Macko8Weight(PackedWeight):
         packed = MackoWeight.smallest(numbers.to(torch.bfloat16))
         values = packed.values.to(codes.TYPES[weight.kind]).view(torch.uint8)
         return cls(values, packed.deltas, packed.row_ptr, *about, packed.delta_bits, *more)
-
-    def about(self) -> dict[str, Any]:
-        sizes = self.sizes()
-        kind = codes.KINDS[sizes.pop("kind")]
-        return {"format": self.format, **sizes, "values": kind}
-
-    @classmethod
-    def sizes_of(cls, about: Mapping[str, Any]) -> dict[str, Any]:
-        sizes = super().sizes_of(about)
-        if "values" not in sizes:
-            return sizes
-        if (values := sizes.pop("values")) not in codes.KINDS:
-            raise ValueError(f"values is {values!r}, expected one of {', '.join(codes.KINDS)}")
-        return {**sizes, "kind": codes.KINDS.index(values)}
 
     def materialized(self, device: torch.device | None = None) -> ByteWeight:
         if self.device.type == "meta":

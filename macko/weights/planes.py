@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import Self
 
-from .base import PackedWeight
+from .base import PackedWeight, Words
 from .slab import Dense12Weight
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -34,6 +34,7 @@ class Planes12Weight(PackedWeight):
 
     format: ClassVar[str] = "planes12"
     of_files: ClassVar[bool] = True
+    in_words: ClassVar[Words] = {"source": ("dtype", ("float16", "bfloat16"))}
     version: ClassVar[int] = 2
     any_weight: ClassVar[bool] = True
     dtypes: ClassVar[tuple[torch.dtype, ...]] = Dense12Weight.dtypes
@@ -60,9 +61,7 @@ class Planes12Weight(PackedWeight):
     @classmethod
     def from_dense(cls, w: Tensor) -> Self:  # type: ignore[override]
         """Packs w [rows, cols], on the CPU. ValueError where it is neither bfloat16 nor float16."""
-        if w.dtype not in cls.dtypes:
-            name = str(w.dtype).removeprefix("torch.")
-            raise ValueError(f"the {cls.format} format holds bfloat16 and float16, the weight is {name}")
+        cls._check_dtype(w.dtype)
         tensors, header = torch.ops.macko.pack(w.cpu(), cls.number, [])
         return cls(*tensors, *header.tolist()[1:])
 
@@ -91,19 +90,6 @@ class Planes12Weight(PackedWeight):
 
     def _values(self) -> Tensor:
         return self.to_dense()
-
-    def about(self) -> dict[str, Any]:
-        return {"format": self.format, "rows": self.rows, "cols": self.cols, "dtype": str(self.dtype)[6:]}
-
-    @classmethod
-    def sizes_of(cls, about: Mapping[str, Any]) -> dict[str, Any]:
-        sizes = super().sizes_of(about)
-        if "dtype" in sizes:
-            names = [str(dtype)[6:] for dtype in _DTYPES]
-            if (name := sizes.pop("dtype")) not in names:
-                raise ValueError(f"dtype is {name!r}, expected {' or '.join(names)}")
-            sizes["source"] = names.index(name)
-        return sizes
 
     def materialized(self, device: torch.device | None = None) -> Dense12Weight:
         """In dense12, packed on the device. ValueError where that does not hold it: too many elements are listed.

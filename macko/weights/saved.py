@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,27 +85,19 @@ _WITHOUT_CONTENT: ContextVar[bool] = ContextVar("_WITHOUT_CONTENT", default=Fals
 
 
 @contextlib.contextmanager
-def within(variable: ContextVar[bool]) -> Iterator[None]:
-    """Within it the variable is True."""
-    token = variable.set(True)
+def within(variable: ContextVar[bool], value: bool = True) -> Iterator[None]:
+    """Within it the variable has the value."""
+    token = variable.set(value)
     try:
         yield
     finally:
         variable.reset(token)
 
 
-@contextlib.contextmanager
-def states_for_files() -> Iterator[None]:
-    """Within it a layer's state_dict is what macko's own files hold of it: dense12 as planes, and not as dense."""
-    with within(_FOR_A_FILE):
-        yield
-
-
-@contextlib.contextmanager
-def states_without_content() -> Iterator[None]:
-    """Within it state_dicts have packed weights on the meta device: for who looks at names and shapes alone."""
-    with within(_WITHOUT_CONTENT):
-        yield
+#: Within it a layer's state_dict is what macko's own files hold of it: dense12 as planes, and not as dense.
+states_for_files = partial(within, _FOR_A_FILE)
+#: Within it state_dicts have packed weights on the meta device: for who looks at names and shapes alone.
+states_without_content = partial(within, _WITHOUT_CONTENT)
 
 
 def in_state(weight: PackedWeight) -> PackedWeight | Tensor:

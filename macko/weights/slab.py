@@ -43,13 +43,6 @@ class SlabWeight(PackedWeight):
     def num_slabs(rows: Any, cols: Any) -> Any:
         return (rows + 63) // 64 * ((cols + 255) // 256)
 
-    @classmethod
-    def _check_dtype(cls, dtype: torch.dtype) -> None:
-        """ValueError where the format does not hold weights of it."""
-        if dtype not in cls.dtypes:
-            name = str(dtype).removeprefix("torch.")
-            raise ValueError(f"the {cls.format} format holds bfloat16 and float16, the weight is {name}")
-
     def _check_sizes(self, found: int, entry: int) -> None:
         for name, count in zip(self.counted, (found, entry), strict=False):
             if count != getattr(self, name):

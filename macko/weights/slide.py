@@ -216,14 +216,12 @@ class SlideWeight(PackedWeight):
             return f"dense_tiles has shape {list(self.dense_tiles.shape)}, expected [0, 0, 0]"
         return ""
 
-    def _cut(self, dim: int, start: int, stop: int) -> Self:
+    def _cut(self, dim: int, start: int, stop: int) -> PackedWeight:
         if dim == 1:
             for column in (start, stop):
                 if group := straddling(self.cols, column, self.n):
                     raise ValueError(f"{group} straddles a cut at column {column}: pack it dense, or cut it elsewhere")
-        numbers, scale = self.coded()
-        scale = scale[start:stop].clone() if dim == 0 else scale  # savers refuse parts of a memory
-        return self.of_codes(numbers.narrow(dim, start, stop - start), scale)
+        return super()._cut(dim, start, stop)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from .choose.auto import gains_by_slabs, held_on
 from .choose.options import AUTO, Options
-from .nn.experts import saved_by_expert
+from .nn.experts import PROJECTIONS, saved_by_expert
 from .nn.find import check_model, submodule, tied_parameters
 from .nn.linear import SparseLinear, as_extra_state, unsupported, with_hooks
 from .nn.offload import as_in_files
@@ -398,6 +398,9 @@ class Checkpoint:
         for weight in [join(layer, "weight") for layer in self.layers]:
             if weight in self._files and 0 in self.shape(weight):
                 del self._files[weight]
+        for stack in [name for name in self._files if name.rpartition(".")[2] in PROJECTIONS]:
+            if 0 in self.shape(stack):
+                del self._files[stack]
         self.shared: dict[str, str] = dict(about.get("shared") or {})
 
     def _described(self) -> dict[str, dict[str, Any]]:

@@ -658,6 +658,18 @@ def test_an_expert_that_is_lost_from_a_folder_is_missed(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])  # whose files have other names than the layers
+def test_a_reader_that_knows_nothing_of_packed_experts_stops(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind, 0.6)
+    macko.sparsify_(model, progress=False)
+    assert not any(isinstance(module, macko.SparseLinear) for module in model.modules())
+    model.save_pretrained(tmp_path)
+    with edited(tmp_path / "config.json") as config:
+        del config["quantization_config"]
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(tmp_path)
+
+
 def test_back_to_one_tensor_of_all_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = model_of("gpt_oss", 0.6)
     macko.sparsify_(model, progress=False)

@@ -1,7 +1,8 @@
 """save_pretrained of any transformers model that holds sparse layers, whoever put them there, and from_pretrained.
 
-Beside the weights of each packed layer lies an empty tensor NAME.weight. A reader that knows nothing of macko wants a
-weight of another size there and stops, where it would else start the layer at random.
+Beside the weights of each packed layer lies an empty tensor NAME.weight, beside experts one of each stack. A reader
+that knows nothing of macko wants a weight of another size there and stops, where it would else start the layer at
+random.
 """
 
 from __future__ import annotations
@@ -150,7 +151,22 @@ def packed_with_empty(model: Any, state: dict[str, Tensor] | None) -> tuple[dict
             )
         # The layer's own has two dimensions too, since transformers may cut or join it as the weight of that name.
         state.setdefault(join(name, "weight"), torch.empty(0, about["cols"], dtype=model.get_submodule(name).dtype))
-    return state, layers
+    # Experts one by one may have names there that a reader without macko does not look for: it wants these then.
+    return state | {name: torch.empty(0, 0, 0, dtype=model.dtype) for name in _stacks(model)}, layers
+
+
+def _stacks(model: Any) -> set[str]:
+    """Names that the stacked weights of experts had, which are layers of their own now; where transformers would make a
+    stack of these layers' weights, none."""
+    unfolded = {name: m for name, m in model.named_modules() if isinstance(m, UnfoldedExperts) and m.num_experts}
+    conversions = get_model_conversion_mapping(model, add_legacy=False) if unfolded else []
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    keys = {
+        join(name, key): [f"{name}.0.{part}.weight" for part in m.parts(key)]
+        for name, m in unfolded.items()
+        for key in m.rows
+    }
+    return {key for key, parts in keys.items() if not any(rename_source_key(p, [], converters)[1] for p in parts)}
 
 
 def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -232,10 +248,12 @@ def _but_packed(revert: Any) -> Any:
         Where transformers would join packed layers (as q, k and v of a fused matrix), the state keeps the model's own
         names, which from_pretrained finds too; but for what it would convert again, which has to be as files have it.
         """
-        if (names := _own_names(model, state_dict)) is None:
-            return revert(model, state_dict)
-        kept = {key: tensor for key, tensor in state_dict.items() if key in names}
-        rest = {key: tensor for key, tensor in state_dict.items() if key not in names}
+        stacks = _stacks(model)
+        kept = {key: tensor for key, tensor in state_dict.items() if key in stacks}
+        rest = {key: tensor for key, tensor in state_dict.items() if key not in stacks}
+        names = _own_names(model, rest) or set()
+        kept |= {key: tensor for key, tensor in rest.items() if key in names}
+        rest = {key: tensor for key, tensor in rest.items() if key not in names}
         return kept | revert(model, rest) if rest else kept
 
     return revert_weight_conversion

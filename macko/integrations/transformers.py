@@ -287,7 +287,7 @@ class MackoHfQuantizer(HfQuantizer):
             self._dtypes[name] = _planned(model, join(name, "weight"), linear.weight.dtype, self._dtype)
             self._packed_names |= {join(name, key) for key in packed.tensor_names}
         # Empty weights of experts too, which transformers would merge.
-        merged = [rf"\.experts\.({'|'.join(PROJECTIONS)})$", r"\.experts\.\d+\.\w+\.weight$"] if self._unfolded else []
+        merged = [rf"\.({'|'.join(PROJECTIONS)})$", r"\.experts\.\d+\.\w+\.weight$"] if self._unfolded else []
         _ignore_unexpected(model, [f"^{pattern}$" for pattern in tripwires] + merged)
 
     # ---- While loading ----

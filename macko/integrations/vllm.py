@@ -69,7 +69,7 @@ class MackoConfig(Settings, QuantizationConfig):
         if tokens is None and not self.options.may_slide:
             self.tokens = TOKENS
         self.tied = False
-        self.renamed: dict[re.Pattern[str], str] = {}
+        self.renamed: dict[re.Pattern[str], str | None] = {}
 
     @classmethod
     def get_name(cls) -> str:
@@ -106,8 +106,8 @@ class MackoConfig(Settings, QuantizationConfig):
 
         return super().get_cache_scale_mapper() | WeightsMapper(orig_to_new_regex=self.renamed)
 
-    def rename(self, pattern: str, name: str) -> None:
-        """Notes that vLLM has another name for what files name so."""
+    def rename(self, pattern: str, name: str | None) -> None:
+        """Notes that vLLM has another name for what files name so, or none."""
         self.renamed[re.compile(pattern)] = name
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from ..choose.auto import gains_by_slabs
 from ..choose.options import Options
 from ..choose.patterns import density_of
-from ..nn.experts import PackedStack, Stack, not_stacked
+from ..nn.experts import PROJECTIONS, PackedStack, Stack, not_stacked
 from ..nn.find import matching
 from ..nn.linear import unsupported
 from ..ops import expert_order, expert_sum
@@ -90,6 +90,8 @@ def _packed_experts(config: MackoConfig, name: str) -> dict[str, dict[str, Any]]
             found[of_expert[2]] = about
             if of_expert[1] != block:
                 config.rename(rf"\.{of_expert[1]}\.experts\.", f".{block}.experts.")
+    if found:  # the files have an empty tensor of each stack
+        config.rename(rf"\.experts\.({'|'.join(PROJECTIONS)})$", None)
     return found
 
 

@@ -128,9 +128,7 @@ SLIDE_VLLM, SLIDE_VLLM_LLAMA = (
         ("llama-32-3b", ("prefill 1024", "prefill 8192", "decode 64", "decode 128", "decode 256")),
     )
 )
-SERVED_WHERE = paragraph(
-    "{gpu}, driver {driver}, vLLM {vllm}, torch {torch}, commit {commits}; {layers} of 28 blocks."
-)
+SERVED_WHERE = paragraph("{gpu}, driver {driver}, vLLM {vllm}, torch {torch}, commit {commits}; {layers} of 28 blocks.")
 SLIDE_MMA = columns_of(
     "{shape} {tokens}",
     ["mma dense", "mma 2:4", "mma 6:8", "cusparselt 2:4", "cusparselt 6:8", "_int_mm", "wgmma dense", "wgmma 2:4"],

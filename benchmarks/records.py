@@ -241,7 +241,8 @@ def experts() -> Lines:
     gains = against(lines, {"kernel": "grouped_mm"}, "model", "shape", "batch", value="median_us")
     whole = read(H100 / "experts.jsonl", "model", "batch", "kernel", "commit", what="whole")
     whole = against(whole, {"kernel": "vllm"}, "model", "batch", "commit", value="median_us")
-    gains += [line | {"shape": "whole module, over vLLM's"} for line in whole if "gain" in line]
+    whole = newest([line for line in whole if "gain" in line], "model", "batch", "kernel")
+    gains += [line | {"shape": "whole module, over vLLM's"} for line in whole]
     return wide(gains, "{model} {shape}", "{kernel} {batch}")
 
 
@@ -477,13 +478,16 @@ def engines_wide(folder: Path, name: str = "vllm", /, hidden: int = 4096, **only
 
 
 def engines_experts() -> Lines:
-    """Mixtures: a row a model and a side."""
-    lines = [line for line in vllm(H100) if line["mixture"] and line["what"] in ("decode", "prefill") and line["ms"]]
-    lines = against(lines, {"model": "dense"}, "mixture", "what", "dtype", "batch", "prompt_tokens", "ranks", "commit")
+    """Mixtures: a row a model and a side, by the clock and by the time that the GPU is busy."""
+    clock = [line for line in vllm(H100) if line["mixture"] and line["what"] in ("decode", "prefill") and line["ms"]]
+    busy = [line | {"ms": line["gpu_ms"], "by": ", GPU busy"} for line in clock if line.get("gpu_ms")]
+    key = ("mixture", "what", "dtype", "batch", "prompt_tokens", "ranks", "commit", "by")
+    lines = against(clock + busy, {"model": "dense"}, *key)
     for line in lines:
         line["run"] = f"{line['batch']} seq" if line["what"] == "decode" else f"prompt of {line['prompt_tokens']}"
         line["peak_gb"] = (line["peak_bytes"] or 0) / 1e9
         line["title"] = f"{line['mixture']}, {line['side']}" + f", {line['ranks']} GPUs" * (line["ranks"] > 1)
+        line["title"] += line.get("by", "")
     return wide(ranked(lines, "mixture", model=ENGINE_SIDES), "{title}", "{run}")
 
 
@@ -565,9 +569,11 @@ def slide_gains() -> Lines:
     return ranked(wide(lines, "{tokens} {mode}", "{type} {pair}", "{:.2f} ({:.2f})"), "mode", "tokens")
 
 
-def slide_vllm() -> Lines:
+def slide_vllm(folder: Path) -> Lines:
     """benchmarks.slide_vllm over vLLM's own int8; sides in the order in which they ran."""
-    lines = read(H200 / "slide_vllm.jsonl", "model", "layers", "side", "chosen", "what", "tokens", ms=..., chosen=False)
+    lines = read(
+        folder / "slide_vllm.jsonl", "model", "layers", "side", "chosen", "what", "tokens", ms=..., chosen=False
+    )
     for line in against(lines, {"side": "vllm int8"}, "model", "layers", "what", "tokens", value="gpu_ms"):
         line["gpu_gain"] = line["gain"]
     lines = against(lines, {"side": "vllm int8"}, "model", "layers", "what", "tokens")

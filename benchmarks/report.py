@@ -118,12 +118,17 @@ def columns_of(first: str, names: Sequence[str], form: str) -> Table:
 SLIDE = columns_of(
     "{tokens} {mode}", [f"{of} {pair}" for of in ("int8", "fp8") for pair in records.SLIDE_SIDES[:4]], "{% mean}"
 )
-SLIDE_SERVED = ("prefill 512", "prefill 2048", "prefill 8192", "prefill 32768", "decode 64", "decode 256")
-SLIDE_VLLM = Table(
-    " | ".join(("side", *SLIDE_SERVED)),
-    " | ".join(("{side}", *(f"{{qwen2.5-7b {of} gain:.2f}} ({{qwen2.5-7b {of} gpu_gain:.2f}})".replace(".5-", "5-")
-                            for of in SLIDE_SERVED))),
-)  # fmt: skip
+SLIDE_VLLM, SLIDE_VLLM_LLAMA = (
+    Table(
+        " | ".join(("side", *served)),
+        " | ".join(("{side}", *(f"{{{model} {of} gain:.2f}} ({{{model} {of} gpu_gain:.2f}})" for of in served))),
+    )
+    for model, served in (
+        ("qwen25-7b", ("prefill 512", "prefill 2048", "prefill 8192", "prefill 32768", "decode 64", "decode 256")),
+        ("llama-32-3b", ("prefill 1024", "prefill 8192", "decode 64", "decode 128", "decode 256")),
+    )
+)
+SERVED_WHERE = paragraph("{gpu}, driver {driver}, vLLM {vllm}, torch {torch}, commit {commits}; {layers} of 28 blocks.")
 SLIDE_MMA = columns_of(
     "{shape} {tokens}",
     ["mma dense", "mma 2:4", "mma 6:8", "cusparselt 2:4", "cusparselt 6:8", "_int_mm", "wgmma dense", "wgmma 2:4"],
@@ -496,9 +501,12 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "slide where": (records.slide, WHERE),
     "slide linears": (records.slide_gains, SLIDE),
     "slide vllm": (
-        records.slide_vllm,
-        lambda lines: paragraph("{gpu}, driver {driver}, vLLM {vllm}, torch {torch}, commit {commits}; {layers} of 28 "
-                                "blocks.")(lines) + "\n\n" + SLIDE_VLLM(lines),
+        lambda: records.slide_vllm(H200),
+        lambda lines: SERVED_WHERE(lines) + "\n\n" + SLIDE_VLLM(lines),
+    ),
+    "slide vllm llama": (
+        lambda: records.slide_vllm(H100),
+        lambda lines: SERVED_WHERE(lines) + "\n\n" + SLIDE_VLLM_LLAMA(lines),
     ),
     "slide mma": (records.slide_mma, SLIDE_MMA),
     "slide mma where": (

@@ -6,9 +6,9 @@ Beside the tensors a file keeps, as JSON under "macko" in its metadata (in a Hug
     {"version": 1, "layers": {"up": {"format": "macko", "rows": 11008, "cols": 4096, "delta_bits": 4}}, "shared": {}}
 
 The layer's tensors lie under its name and the format's field names: up.values, up.deltas, up.row_ptr. Beside them lies
-an empty up.weight, at which readers stop that know nothing of macko. A file of somebody else, as diffusers' or
-accelerate's, has that state without the JSON: then up._extra_state says the same, or the names and sizes do. A file
-that has a layer of dense12 is of version 2.
+an empty up.weight, beside experts also an empty stack, at which readers stop that know nothing of macko. A file of
+somebody else, as diffusers' or accelerate's, has that state without the JSON: then up._extra_state says the same, or
+the names and sizes do. A file that has a layer of dense12 is of version 2.
 """
 
 from __future__ import annotations

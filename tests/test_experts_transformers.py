@@ -349,7 +349,13 @@ def test_routers_are_never_packed_with_their_experts() -> None:
     ("kind", "name"), [("phimoe", "router"), ("hunyuan_v1_moe", "gate.wg"), ("qwen2_moe", "shared_expert_gate")]
 )
 def test_routers_that_are_linear_layers_keep_every_bit(kind: str, name: str, tmp_path: Path) -> None:
-    sizes = {**COMMON, **MODELS["qwen3_moe"], "num_local_experts": 8, "moe_topk": 4}
+    sizes = {
+        **COMMON,
+        **MODELS["qwen3_moe"],
+        "num_local_experts": 8,
+        "moe_topk": 4,
+        "shared_expert_intermediate_size": 8,
+    }
     config = transformers.AutoConfig.for_model(kind, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     routers = [f"model.layers.{i}.mlp.{name}" for i in range(2)]

@@ -162,7 +162,8 @@ def output_heads(model: nn.Module) -> set[int]:
 
 
 def _routers(model: nn.Module) -> set[int]:
-    """ids of linear layers that give a number for each of a mixture's experts, or one, in the block that these are of.
+    """ids of linear layers that give a number for each of a mixture's experts, or one, in the block that these are of,
+    and no other layer beside them takes that, as one of a shared expert does.
 
     Most models have no nn.Linear there.
     """
@@ -173,8 +174,10 @@ def _routers(model: nn.Module) -> set[int]:
         count = getattr(module, "num_experts", None)
         if name and isinstance(count, int) and holds:
             inside = set(module.modules())
-            others = (m for m in model.get_submodule(name.rpartition(".")[0]).modules() if m not in inside)
-            routers |= {id(m) for m in others if isinstance(m, nn.Linear) and m.out_features in (1, count)}
+            for part in model.get_submodule(name.rpartition(".")[0]).modules():
+                layers = [m for m in part.children() if isinstance(m, nn.Linear)] if part not in inside else []
+                taken = {layer.in_features for layer in layers}
+                routers |= {id(m) for m in layers if m.out_features in {1, count} - taken}
     return routers
 
 

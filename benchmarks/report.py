@@ -264,7 +264,7 @@ ENGINES, ENGINES_TWO, ENGINES_EXPERTS, ENGINES_CP_ASYNC, ENGINES_PROMPTS = (
     for name, gb, runs in (
         ("{side}", "GB", ("1 seq", "8 seq", "16 seq", "32 seq", "64 seq", "prompt of 2048")),
         ("{side}", "GB a GPU", ("1 seq", "8 seq", "32 seq", "prompt of 128")),
-        ("{title}", "GB a GPU", ("1 seq", "8 seq", "32 seq", "64 seq", "prompt of 128", "prompt of 2048")),
+        ("{title}", "GB a GPU", ("1 seq", "8 seq", "16 seq", "32 seq", "64 seq", "prompt of 2048")),
         ("{side}", "GB", ("1 seq", "8 seq", "16 seq")),
         ("{side}", "GB", tuple(f"prompt of {tokens}" for tokens in (2048, 4096, 8192, 16384))),
     )

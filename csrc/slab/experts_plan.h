@@ -49,7 +49,7 @@ static inline bool macko_experts_many_fits(int64_t tokens, int64_t experts, int6
  * slabs are worth (8 experts of 1536 x 2048 in sparse11: 16.8 us for 18.2; of 2048 x 768 in dense12: 11.7 for 10.4). */
 static inline bool macko_experts_are_many(const macko_experts_problem *p, int64_t cols) {
     enum { SHORT_SLAB = MACKO_SLAB_ROWS * MACKO_SLAB_COLS * 11 / 8 / MACKO_SLAB_UNIT, SHORT_ROW = 4 };
-    const int64_t row_tile = MACKO_EXPERTS_MANY_ROW_BLOCKS * MACKO_SLAB_CLUSTER_BLOCKS,
+    const int64_t row_tile = (int64_t)MACKO_EXPERTS_MANY_ROW_BLOCKS * MACKO_SLAB_CLUSTER_BLOCKS,
                   touched = p->tokens < p->experts ? p->tokens : p->experts,
                   items = touched * ((p->row_blocks + row_tile - 1) / row_tile);
     return p->tokens >= 8 * p->experts || (p->widest <= SHORT_SLAB && 10 * items >= 3 * p->sms) ||

@@ -113,6 +113,7 @@ PAIRS = {
     "one_expert": (40, 1, 1),
     "more_pairs_than_a_block_has_threads": (700, 3, 128),
     "more_experts_than_warps_can_count": (50, 4, 1000),
+    "more_slots_than_are_loaded_at_once": (5, 19, 40),
 }
 
 

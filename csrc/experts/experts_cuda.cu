@@ -81,6 +81,16 @@ __device__ __forceinline__ float term(float x, float weight) {
     return __fmul_rn(x, weight);
 }
 
+// __ldcg, of which the compiler knows for all types that it comes after pdl_wait.
+__device__ __forceinline__ float load_cg(const float *at) {
+    return __ldcg(at);
+}
+template <typename T>
+__device__ __forceinline__ T load_cg(const T *at) {
+    const unsigned short bits = __ldcg((const unsigned short *)at);
+    return *(const T *)&bits;
+}
+
 // COLS columns a thread, 8 by one load or 1; blocks_per_token blocks do a token.
 template <typename T, typename WEIGHT, int COLS>
 __global__ void __launch_bounds__(SUM_THREADS)
@@ -100,7 +110,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
         for (int k = 0; k < AT_ONCE; k++) {
             const int64_t at = token * top_k + min(slot + k, top_k - 1);
             place[k] = __ldcg(places + at); // not from L1, which before pdl_wait may have what was there before
-            weight[k] = __ldcg(weights + at);
+            weight[k] = load_cg(weights + at);
         }
         if (early && !slot) pdl_launch_dependents();
 #pragma unroll

@@ -1,7 +1,8 @@
 /*
  * What stands before a product in a decoder, as kernels that let the product start before they have ended (PDL), so that its
  * weights come meanwhile. The next launch on the stream may fetch what the launch before this one wrote only after its own
- * pdl_wait: every product of macko reads nothing but weights before that.
+ * pdl_wait: every product of macko reads nothing but weights before that, and in gated_experts what the launch before that one
+ * found complete.
  */
 #pragma once
 

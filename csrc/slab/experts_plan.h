@@ -13,7 +13,7 @@ enum {
     /* Mean tokens of an expert up to which packed weights are multiplied without wgmma; then dense rows, by the library's
      * grouped product. */
     MACKO_EXPERTS_PACKED = 96,
-    /* Shared memory of a block from which on an SM has two (9.0 and 10.x), and what it keeps of each besides. */
+    /* Shared memory of a block from which on an SM has two (9.0 to 11.x), and what it keeps of each besides. */
     MACKO_EXPERTS_FOR_TWO = 200 << 10,
     MACKO_EXPERTS_KEPT = 1 << 10,
     MACKO_EXPERTS_MANY_TOKENS = 256, /* of an item of that kernel, at most */

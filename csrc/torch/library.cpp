@@ -213,8 +213,8 @@ Tensor gated_experts(const Tensor &x, const Tensor &ids, const Tensor &weights, 
     if (ids.size(0) != x.size(0)) fail(op, "ids has ", ids.size(0), " rows, x has ", x.size(0));
     const auto [order, places, ends] = expert_order(ids, experts);
     const Tensor h = linear_experts(x, gate_up, gate_up_header, gate_up_rows, ends, order, ids.size(1), false);
-    // Each kernel waits for the one before it before it lets the next one begin, but for the gate's: so when the second
-    // product begins the first one is running, and what came before that has ended.
+    // Each kernel waits for the one before it before it lets the next one begin, but for the gate's, and there must be no
+    // second one like that: so when the second product begins, what came before the first one has ended.
     const Tensor y = experts_product(h, down, down_header, down_rows, ends, std::nullopt, 1, true, true);
     return expert_sum_of(y, places, weights, true);
 }

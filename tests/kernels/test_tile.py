@@ -158,7 +158,7 @@ def test_products_that_wait_for_other_blocks_on_two_streams(way: str, plan: Plan
 def test_a_large_product_many_times(way: str, density: float, plan: Plan) -> None:
     """All SMs busy for long: a place that is filled anew while it is read gives a wrong product in some hundred.
 
-    With another density another number of stages has room: of 192 rows by 192 tokens none with the last one.
+    With another density another number of stages has room.
     """
     plan(f"tile_gemm={way}")
     plan("tile_tokens=1000000")

@@ -8,9 +8,8 @@ vLLM routes, multiplies by shared experts, and adds up what ranks have. Between,
     linear_experts      with w2, [experts, hidden, I]: down
     expert_sum          of each token, by its weights
 
-A launch each, on a GPU all by one op where the activation is silu, and no host looks at the routing, so CUDA graphs
-hold for any. (Long prompts are no graphs: of large experts the host then looks, and launches products of one by one.)
-Two ways in, as for linear layers (vllm.py):
+A launch each, and no host looks at the routing, so CUDA graphs hold for any. (Long prompts are no graphs: of large
+experts the host then looks, and launches products of one by one.) Two ways in, as for linear layers (vllm.py):
     ArrivingExperts     a dense checkpoint: on meta until the last expert has come
     PackedExperts       a checkpoint with each expert's matrices packed by themselves: unpacked into that, as they come
 """
@@ -36,7 +35,7 @@ from ..choose.patterns import density_of
 from ..nn.experts import PROJECTIONS, PackedStack, Stack, not_stacked
 from ..nn.find import matching
 from ..nn.linear import unsupported
-from ..ops import expert_order, expert_sum, gated_experts
+from ..ops import expert_order, expert_sum
 from ..weights import PackedWeight, saved_as
 from . import stacked
 
@@ -221,19 +220,14 @@ class ArrivingExperts(OfLayer, FusedMoEMethodBase):
     ) -> Tensor:
         # With expert parallelism another rank's experts are -1, and add nothing.
         ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
-        weights, experts = topk_weights.float(), layer.local_num_experts
+        order, places, ends = expert_order(ids, layer.local_num_experts)
         # The host may look at the routing where no graph is captured, as of long prompts.
-        many = self.large and ids.numel() >= MANY * experts
-        by_expert = many and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-        # On a GPU vLLM's silu rounds as the op's does, before the product with up; on a CPU it does not.
-        if x.is_cuda and layer.activation == MoEActivation.SILU and not by_expert:
-            return gated_experts(x, ids, weights, experts, layer.macko_w13.packed, layer.macko_w2.packed)
-        order, places, ends = expert_order(ids, experts)
-        if by_expert:
+        many = self.large and len(order) >= MANY * layer.local_num_experts
+        if many and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             y = one_by_one(layer, self.large, x[order // ids.shape[1]], ends.tolist())
         else:
             y = layer.macko_w2(_gated(layer, layer.macko_w13(x, ends, order, ids.shape[1])), ends)
-        return expert_sum(y, places, weights)
+        return expert_sum(y, places, topk_weights.float())
 
 
 def stack_of(w: Tensor, options: Options, least: float) -> Stack:

@@ -3,11 +3,11 @@
 //     item    an expert, some of its tokens (a tile, which is consecutive rows of x), a row block. Items of a row block
 //             follow each other, so that its slabs come from L2 when another tile of tokens takes them
 //     block   two an SM where a stage is small enough: one decodes while the other waits at a barrier (8 experts of
-//             1536 x 2048, H100: 18.3 us for 20.8). It takes items b, b + blocks, ...: how many there are it works out from
+//             1536 x 2048, H100: 18.4 us for 20.8). It takes items b, b + blocks, ...: how many there are it works out from
 //             `ends`, which only the device knows. No item is shared: a block that went on with another's sums gained
-//             nothing there, where 192 items leave SMs idle (21.4 us), nor at 3000 items
+//             nothing there, where 192 items leave SMs idle, nor at 3000 items
 //     early   in gated_experts what the second product reads first, ends and slabs, is there before the gate's kernel ends:
-//             it is fetched while that runs (one token, Qwen3-30B's experts, H100: 31.8 us for 35.2)
+//             it is fetched while that runs (one token, Qwen3-30B's experts, H100: 31.7 us, 39.0 without both)
 //     stage   | slab | x: [token][256 columns] | as in ring_kernel.cuh, in one ring that goes on over the ends of items
 //
 // Tiles are of 16, 32 or 64 tokens with the same sums for each token, so its bits do not depend on the others.

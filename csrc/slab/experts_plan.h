@@ -85,7 +85,7 @@ MACKO_FN bool macko_experts_plan_of(const macko_experts_problem *p, macko_expert
                       fit_two = ((p->shared_bytes - MACKO_EXPERTS_KEPT) / 2 - besides) / plan->stage_bytes;
         items = (touched + p->tokens / tile) * p->row_blocks; /* at most */
         /* A block that is left alone on its SM takes longer than one that has all of it, so two are for one round, or many
-         * (8 experts of 2816 x 4096, 352 items, H100: 62 us for 53). */
+         * (8 experts of 2816 x 4096, 352 items, H100: 62 us for 53 to 57). */
         const bool two = tile == MACKO_EXPERTS_LEAST_TOKENS && p->shared_bytes >= MACKO_EXPERTS_FOR_TWO &&
                          fit_two >= 3 && (items <= 2 * (int64_t)p->sms || items >= 8 * (int64_t)p->sms);
         const int64_t fit = two ? fit_two : (p->shared_bytes - besides) / plan->stage_bytes;

@@ -17,7 +17,7 @@ from ..ops import expert_order, expert_sum, gated_experts, linear_experts
 from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
 from ..weights.registry import ROUNDED_EXPERTS, not_a_stack
 from ..weights.slab import SlabWeight
-from .find import Filter, matching
+from .find import Filter, OwnExperts, matching
 from .linear import NO_CONTENT, SparseLinear, as_extra_state, autocast_dtype, unsupported, with_hooks
 from .report import LayerReport
 
@@ -274,7 +274,7 @@ def _converted(packed: PackedWeight, device: torch.device, dtype: torch.dtype) -
 # ---- The module ------------------------------------------------------------------------------------------------------
 
 
-class SparseExperts(nn.Module):
+class SparseExperts(OwnExperts):
     """What experts(hidden_states, top_k_index, top_k_weights) of transformers gives, from packed weights.
 
     It takes the place of a module that transformers 5 runs by its experts interface. All but the weights is that
@@ -415,7 +415,7 @@ def _take_over(module: nn.Module, other: nn.Module) -> None:
 # ---- One by one ------------------------------------------------------------------------------------------------------
 
 
-class UnfoldedExperts(nn.Module):
+class UnfoldedExperts(OwnExperts):
     """The same experts as modules "0", "1", ... of gate_proj, up_proj and down_proj, each nn.Linear or SparseLinear.
 
     So pruning, calibration and files take them as any layer: an expert sees its own tokens alone. Weights of nn.Linear
@@ -451,7 +451,6 @@ class UnfoldedExperts(nn.Module):
         return {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}
 
     def stacked(self) -> dict[str, list[nn.Module]]:
-        """The layers that each projection is made of."""
         ones: list[Any] = [self._modules[str(e)] for e in range(self.of[0].num_experts)]
         return {key: [getattr(one, name) for one in ones for name in self.parts(key)] for key in self.rows}
 

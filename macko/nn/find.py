@@ -51,6 +51,14 @@ class FoundLinear:
     changed: str | None = None
 
 
+class OwnExperts(nn.Module):
+    """What macko puts in the place of a mixture's experts."""
+
+    def stacked(self) -> dict[str, list[nn.Module]]:
+        """The layers, if any, that each projection is made of."""
+        return {}
+
+
 def check_model(model: Any, what: str) -> None:
     """TypeError where what a function was given as its model is none, as a folder's name."""
     if not isinstance(model, nn.Module):
@@ -104,8 +112,8 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
     stacks = {
         id(layer): [name, f"{name}.{key}"]
         for name, module in model.named_modules()
-        if hasattr(module, "stacked")
-        for key, layers in module.stacked().items()  # type: ignore[operator]
+        if isinstance(module, OwnExperts)
+        for key, layers in module.stacked().items()
         for layer in layers
     }
     changed, routers = _changed_in_place(model), _routers(model)
@@ -170,7 +178,7 @@ def _routers(model: nn.Module) -> set[int]:
     routers: set[int] = set()
     for name, module in model.named_modules():
         weights = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
-        holds = any(p.dim() == 3 for p in weights) or hasattr(module, "stacked") or hasattr(module, "packed_stacks")
+        holds = isinstance(module, OwnExperts) or any(p.dim() == 3 for p in weights)
         count = getattr(module, "num_experts", None)
         if name and isinstance(count, int) and holds:
             inside = set(module.modules())

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import macko
@@ -20,7 +20,7 @@ from macko.choose.options import Options
 from macko.cli import main
 from macko.measure import bench
 from macko.nn.experts import SparseExperts, Stack, UnfoldedExperts, is_experts, oriented, projections
-from tests.common import edited, two_processes
+from tests.common import assert_same_bits, edited, two_processes
 
 transformers = pytest.importorskip("transformers", minversion="5.19")
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 80, 3
@@ -649,6 +649,28 @@ def test_converted_there_and_back(
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key] + 0.0) for key in before)
     assert "dense again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_float32_layers_of_a_bfloat16_mixture_are_rounded_where_it_is_asked_for_and_its_router_never(
+    layers: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_of("mixtral").save_pretrained(tmp_path / "dense")
+    dense, packed = str(tmp_path / "dense"), str(tmp_path / "packed")
+    before = tensors_of(tmp_path / "dense")
+    parts = ["block_sparse_moe.gate", *(["self_attn.q_proj"] if layers else [])]
+    names = [f"model.layers.{i}.{part}.weight" for i in range(2) for part in parts]
+    before |= {name: before[name].float() * 1.001 for name in names}
+    save_file(before, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+    if layers:
+        assert main(["convert", dense, packed, "--format", "dense12"]) == 1
+        assert "--dtype bfloat16 rounds them" in capsys.readouterr().err
+    assert main(["convert", dense, packed, "--format", "dense12", *(["--dtype", "bfloat16"] if layers else [])]) == 0
+    assert "2 float32 matrices of" in capsys.readouterr().err
+    assert main(["convert", packed, str(tmp_path / "back"), "--to", "dense"]) == 0
+    after = tensors_of(tmp_path / "back")
+    for name in before:
+        assert_same_bits(after[name], before[name].bfloat16() if name.endswith("q_proj.weight") else before[name])
 
 
 def test_an_expert_that_is_lost_from_a_folder_is_missed(tmp_path: Path) -> None:

@@ -372,6 +372,19 @@ def test_routers_that_are_linear_layers_keep_every_bit(kind: str, name: str, tmp
         assert torch.equal(read.get_submodule(router).weight, weight)
 
 
+def test_layers_as_narrow_as_a_router_are_none_in_other_places() -> None:
+    block = nn.Module()
+    block.experts = model_of("mixtral").model.layers[0].mlp.experts  # 4 of 256 columns
+    block.gate, block.gating = nn.Linear(256, 4), nn.Sequential(nn.Linear(256, 4))
+    block.mixer = nn.Sequential(nn.Linear(256, 4), nn.Linear(4, 256), nn.Linear(256, 1))
+    model = nn.Module()
+    model.add_module("layer", block)
+    model.head = nn.Linear(256, 1)
+    for whole, routers in ((model, ["layer.gate", "layer.gating.0"]), (block, [])):
+        report = macko.prune_(whole, 0.5, progress=False)
+        assert [row.name for row in report if "chooses experts" in row.reason] == routers
+
+
 @pytest.mark.parametrize(("format", "zeros"), [("dense12", 0.0), ("sparse11", 0.6)])
 def test_state_of_packed_experts_loads_into_others(format: str, zeros: float) -> None:
     one, other = packed(tiny("MixtralExperts", zeros), format), packed(tiny("MixtralExperts", 0.7), format)

@@ -206,7 +206,7 @@ def prune_(
         A Report of every nn.Linear with the density it has now, why it was left, and what was fitted. A shared weight
         is pruned once; what looks like a layer and is none (GPT-2's Conv1D) is named too. Experts of a mixture that
         transformers holds in one tensor are pruned one by one, as layers NAME.experts.3.gate_proj of their own tokens;
-        a line names those that no token of the calibration reached. Routers stay as they are.
+        a line names those that no token of the calibration reached. Routers beside these stay.
 
     Example:
         >>> macko.prune_(model, 0.5, "wanda", calibration=[tokenizer(text, return_tensors="pt") for text in texts])

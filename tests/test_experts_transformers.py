@@ -395,6 +395,13 @@ def test_state_of_packed_experts_loads_into_others(format: str, zeros: float) ->
     assert torch.equal(one(*args), other(*args))
 
 
+def said_of_experts(**about: Any) -> dict[str, Tensor]:
+    """A state's _extra_state that says something else."""
+    sizes = {"rows": 256, "cols": 80, "widest": 1, "table_low": 0, "table_high": 0, "entries": 0, "listed": 0}
+    text = json.dumps({"format": "sparse11", **sizes, "experts": 4, "expert_rows": 64, **about})
+    return {"down_proj_packed._extra_state": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
 @pytest.mark.parametrize(
     ("format", "given", "message"),
     [
@@ -402,6 +409,14 @@ def test_state_of_packed_experts_loads_into_others(format: str, zeros: float) ->
         ("sparse11", {"down_proj": torch.zeros(4, 64, 80).bfloat16()}, "a dense weight, and these experts are sparse"),
         ("sparse11", {"down_proj_packed.data": None}, "the state has no data of its sparse11 weight"),
         ("sparse11", {"down_proj_packed._extra_state": None}, "the state has no _extra_state"),
+        ("sparse11", {"down_proj_packed.data": "x"}, "expected tensors, got {'data': 'str'}"),
+        ("sparse11", {"down_proj_packed._extra_state": "x"}, "_extra_state does not say"),
+        ("sparse11", {"down_proj_packed._extra_state": torch.empty(9, device="meta")}, "_extra_state does not say"),
+        ("sparse11", said_of_experts(rows="q"), "rows is 'q', expected 0 to"),
+        ("sparse11", said_of_experts(experts="4"), "experts is '4', expected 0 to"),
+        ("sparse11", said_of_experts(format="slide"), "slide holds no stack of experts"),
+        ("sparse11", said_of_experts(cols=72), re.escape("has [4, 64, 72] in 256 rows, the module [4, 64, 80]")),
+        ("dense12", {"down_proj": "x"}, "expected tensors, got {'weight': 'str'}"),
         ("dense12", {"down_proj": torch.zeros(4, 64, 80, device="meta").bfloat16()}, "has no content to copy"),
     ],
 )

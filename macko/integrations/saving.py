@@ -32,7 +32,7 @@ from ..nn.experts import SparseExperts, UnfoldedExperts, saved_by_expert, unfold
 from ..nn.linear import SparseLinear
 from ..nn.report import format_bytes
 from ..weights import saved_as
-from ..weights.saved import within
+from ..weights.saved import said, within
 from . import tensor_parallel, wrap
 from .placing import PLACING, dispatch
 from .transformers import IGNORES_SIZES, OFFLOADS, MackoConfig, renamer
@@ -367,8 +367,8 @@ def _packed_layer(state: dict[str, Any], about: Any) -> str | None:
 def _is_packed(extra: Any) -> bool:
     """Whether it is what SparseLinear.get_extra_state gives."""
     try:
-        saved_as(json.loads(bytes(extra.reshape(-1).tolist())))
-    except (AttributeError, TypeError, ValueError):
+        said(extra, saved_as)
+    except ValueError:
         return False
     return True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..choose.options import Options
 from ..ops import expert_order, expert_sum, gated_experts, linear_experts
 from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
 from ..weights.registry import ROUNDED_EXPERTS, not_a_stack
+from ..weights.saved import check_tensors, said, stack_as
 from ..weights.slab import SlabWeight
 from .find import Filter, OwnExperts, matching
 from .linear import NO_CONTENT, SparseLinear, as_extra_state, autocast_dtype, unsupported, with_hooks
@@ -248,17 +248,16 @@ class PackedStack(nn.Module):
         now = self.stack
         if (extra := state.get(f"{prefix}_extra_state")) is None:
             raise ValueError(f"the state has no _extra_state of its {now.packed.format} weight")
-        try:
-            about = json.loads(bytes(extra.tolist()))
-            experts, rows, kind = about.pop("experts"), about.pop("expert_rows"), FORMATS[about["format"]]
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
+        kind, sizes, experts, rows = said(extra, stack_as)
         if missing := [name for name in kind.tensor_names if prefix + name not in state]:
             raise ValueError(f"the state has no {', '.join(missing)} of its {kind.format} weight")
-        packed = kind(**{name: state[prefix + name] for name in kind.tensor_names}, **kind.sizes_of(about))
+        tensors = {name: state[prefix + name] for name in kind.tensor_names}
+        check_tensors(tensors)
+        packed = kind(**tensors, **sizes)
         if (experts, rows, packed.shape) != (now.experts, now.rows, now.packed.shape):
-            raise ValueError(f"the state has {experts} experts of {rows} rows, the module {now.experts} of {now.rows}")
-        if packed.device.type != "meta":
+            came, here = ([s.experts, s.rows, s.packed.cols] for s in (Stack(packed, experts, rows), now))
+            raise ValueError(f"size mismatch: the state has {came} in {packed.rows} rows, the module {here}")
+        if any(tensor.device.type != "meta" for tensor in tensors.values()):
             packed.validate()
             if packed.dtype != now.packed.dtype and not assigned:
                 packed = _converted(packed, packed.device, now.packed.dtype)
@@ -377,15 +376,17 @@ class SparseExperts(OwnExperts):
                 unexpected[:] = [key for key in unexpected if key != prefix + name]
                 try:
                     part._hold(self._packed_again(dense, part, local.get("assign_to_params_buffers", False)))
-                except ValueError as error:
+                except (TypeError, ValueError) as error:
                     errors.append(f"{prefix}{name}: {error}")
 
     def _packed_again(self, dense: Tensor, part: PackedStack, assigned: bool) -> Stack:
         """The stack of a state's dense weight, where files hold it so."""
-        w, now = turned(self, dense.detach()), part.stack
+        now = part.stack
         on_meta = now.packed.device.type == "meta"
+        check_tensors({"weight": dense})
         if not part.is_saved_dense:
             raise ValueError("the state has a dense weight, and these experts are sparse: load it before sparsify_")
+        w = turned(self, dense.detach()) if dense.dim() == 3 else dense
         if tuple(w.shape) != now.shape:
             raise ValueError(f"size mismatch: the state has {list(w.shape)}, the experts {list(now.shape)}")
         if w.device.type == "meta" and not assigned and not on_meta:

@@ -19,7 +19,16 @@ from macko.choose.exponents import outside_table
 from macko.choose.options import Options
 from macko.cli import main
 from macko.measure import bench
-from macko.nn.experts import SparseExperts, Stack, UnfoldedExperts, is_experts, oriented, projections
+from macko.nn.experts import (
+    SparseExperts,
+    Stack,
+    UnfoldedExperts,
+    fold_,
+    is_experts,
+    oriented,
+    projections,
+    unfold_,
+)
 from tests.common import assert_same_bits, edited, two_processes
 
 transformers = pytest.importorskip("transformers", minversion="5.19")
@@ -304,6 +313,9 @@ def test_a_module_of_experts_in_two_places_is_packed_in_both() -> None:
     layers[1].mlp.experts = layers[0].mlp.experts
     model.set_experts_implementation("grouped_mm")
     wanted = logits(model)
+    fold_(model, unfold_(model, lambda name, module: True), Options("sparse11"))
+    assert layers[1].mlp.experts is layers[0].mlp.experts
+    assert is_experts(layers[0].mlp.experts)
     macko.sparsify_(model, progress=False)
     assert isinstance(layers[0].mlp.experts, SparseExperts)
     assert layers[1].mlp.experts is layers[0].mlp.experts

@@ -561,7 +561,8 @@ def unfold_(model: nn.Module, which: Callable[[str, nn.Module], bool]) -> list[s
 
 def fold_(model: nn.Module, names: Iterable[str], options: Options) -> None:
     for name in names:
-        put(model, name, model.get_submodule(name).fold(options))  # type: ignore[operator]
+        one: Any = model.get_submodule(name)
+        replace(model, {one: one.fold(options)})
 
 
 @contextlib.contextmanager

@@ -334,10 +334,13 @@ def test_experts_that_an_adapter_changes_or_an_offloader_moves_stay_dense_by_nam
     model.save_pretrained(tmp_path)
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
     with pytest.warns(UserWarning, match="changed none"):
-        report = macko.sparsify_(peft.get_peft_model(model, config), progress=False)
+        report = macko.sparsify_(adapted := peft.get_peft_model(model, config), progress=False)
+    tokens = torch.randint(3, 256, (2, 16))
+    pruned = macko.prune_(adapted, 0.5, "wanda", calibration=[tokens], progress=False)
     with pytest.warns(UserWarning, match="changed none"):
         read = load(tmp_path, quantization_config=macko.MackoConfig(offload=True))
-    for rows, reason in ((report, "an adapter of peft changes"), (read.hf_quantizer.report, "offloaders cannot move")):
+    adapter, offloader = "an adapter of peft changes", "offloaders cannot move"
+    for rows, reason in ((report, adapter), (pruned, adapter), (read.hf_quantizer.report, offloader)):
         assert sum(reason in row.reason for row in rows if row.name.endswith(("gate_up_proj", "down_proj"))) == 4
 
 

@@ -66,10 +66,15 @@ def find_experts(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
             left_out = f"ignored by {ignored[0]!r}" if ignored else None
             if not ignored and filter_fn is not None and not filter_fn(module, name):
                 left_out = "left out by filter_fn"
-            if name.endswith(".base_layer"):
+            if is_adapted(name):
                 left_out = left_out or "an adapter of peft changes its weights: merge_and_unload() first"
             found.append(FoundExperts(name, module, left_out))
     return found
+
+
+def is_adapted(name: str) -> bool:
+    """Whether experts of this name are those that an adapter of peft changes."""
+    return name.endswith(".base_layer")
 
 
 def oriented(experts: nn.Module, name: str) -> Tensor:

@@ -344,7 +344,10 @@ def _to_bfloat16(options: argparse.Namespace, source: Path) -> bool:
 
     if quantised_by(read_config(source)):
         return False
-    count, rounded = float32_weights(source)
+    count, rounded, others = float32_weights(source, options.ignore or ())
+    lossless = Options(options.format).any_zeros
+    if others and lossless:
+        _say(options, f"{others} float32 matrices of {options.source} stay as they are")
     if not count:
         return False
     share = f"{rounded / count:.1%} of the float32 weights of {options.source} are no bfloat16 numbers"
@@ -352,7 +355,7 @@ def _to_bfloat16(options: argparse.Namespace, source: Path) -> bool:
         _say(options, f"the float32 weights of {options.source} are bfloat16 numbers, and are packed as such")
     elif options.dtype:
         _say(options, f"{share}: they are rounded")
-    elif Options(options.format).any_zeros:
+    elif lossless:
         raise ValueError(f"{share}, and 12 bits hold these alone: --dtype bfloat16 rounds them")
     return not rounded or bool(options.dtype)
 

@@ -51,6 +51,11 @@ def test_what_a_user_of_an_engine_asks_for_comes_before_the_folder() -> None:
     asked = {"format": "slide", "pattern": "6:8", "values": "int8"}
     slide = Settings(**Settings.arguments(dense.overridden(asked, "")))
     assert (slide.options, slide.min_sparsity, dense.min_sparsity) == (Options("slide 6:8", values="int8"), 0, 0.25)
+    for pattern in ("2:4", "6:8"):
+        asked = {"pattern": pattern}
+        assert Settings(**Settings.arguments(slide.overridden(asked, ""))).options.pattern == pattern
+        whole = Settings("slide 6:8", values="int8").overridden(asked, "")
+        assert Settings(**Settings.arguments(whole)).options == Options(f"slide {pattern}", values="int8")
     with pytest.raises(ValueError, match="here has fmt, expected format, tokens, ignore, min_sparsity, values, patt"):
         dense.overridden({"fmt": "tile"}, "here")
     with pytest.raises(ValueError, match="here has values='fp8', and the folder is packed: 8 bits are made of a dense"):

@@ -216,6 +216,16 @@ def test_experts_held_as_modules_are_packed_each() -> None:
         torch.testing.assert_close(sparse(x.to(sparse.dtype)), expert(x.to(expert.weight.dtype)))
 
 
+def test_attributes_of_a_model_of_ones_own_are_not_asked() -> None:
+    for name in ("stacked", "packed_stacks"):
+        model = Model()
+        setattr(model, name, True)
+        model.blocks[0].up.num_experts, model.blocks[0].up.__dict__[name] = 96, True
+        model.blocks[0].gate = linear(64, 96)
+        assert len(macko.prune_(model, 0.7, progress=False).changed) == 5
+        assert len(sparsify_(model).changed) == 5
+
+
 def test_weights_that_others_make_or_read() -> None:
     model = nn.ModuleDict(
         {

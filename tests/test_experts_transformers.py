@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import macko
@@ -19,8 +19,17 @@ from macko.choose.exponents import outside_table
 from macko.choose.options import Options
 from macko.cli import main
 from macko.measure import bench
-from macko.nn.experts import SparseExperts, Stack, UnfoldedExperts, is_experts, oriented, projections
-from tests.common import edited, two_processes
+from macko.nn.experts import (
+    SparseExperts,
+    Stack,
+    UnfoldedExperts,
+    fold_,
+    is_experts,
+    oriented,
+    projections,
+    unfold_,
+)
+from tests.common import assert_same_bits, edited, two_processes
 
 transformers = pytest.importorskip("transformers", minversion="5.19")
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 80, 3
@@ -304,6 +313,9 @@ def test_a_module_of_experts_in_two_places_is_packed_in_both() -> None:
     layers[1].mlp.experts = layers[0].mlp.experts
     model.set_experts_implementation("grouped_mm")
     wanted = logits(model)
+    fold_(model, unfold_(model, lambda name, module: True), Options("sparse11"))
+    assert layers[1].mlp.experts is layers[0].mlp.experts
+    assert is_experts(layers[0].mlp.experts)
     macko.sparsify_(model, progress=False)
     assert isinstance(layers[0].mlp.experts, SparseExperts)
     assert layers[1].mlp.experts is layers[0].mlp.experts
@@ -322,10 +334,13 @@ def test_experts_that_an_adapter_changes_or_an_offloader_moves_stay_dense_by_nam
     model.save_pretrained(tmp_path)
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
     with pytest.warns(UserWarning, match="changed none"):
-        report = macko.sparsify_(peft.get_peft_model(model, config), progress=False)
+        report = macko.sparsify_(adapted := peft.get_peft_model(model, config), progress=False)
+    tokens = torch.randint(3, 256, (2, 16))
+    pruned = macko.prune_(adapted, 0.5, "wanda", calibration=[tokens], progress=False)
     with pytest.warns(UserWarning, match="changed none"):
         read = load(tmp_path, quantization_config=macko.MackoConfig(offload=True))
-    for rows, reason in ((report, "an adapter of peft changes"), (read.hf_quantizer.report, "offloaders cannot move")):
+    adapter, offloader = "an adapter of peft changes", "offloaders cannot move"
+    for rows, reason in ((report, adapter), (pruned, adapter), (read.hf_quantizer.report, offloader)):
         assert sum(reason in row.reason for row in rows if row.name.endswith(("gate_up_proj", "down_proj"))) == 4
 
 
@@ -372,6 +387,19 @@ def test_routers_that_are_linear_layers_keep_every_bit(kind: str, name: str, tmp
         assert torch.equal(read.get_submodule(router).weight, weight)
 
 
+def test_layers_as_narrow_as_a_router_are_none_in_other_places() -> None:
+    block = nn.Module()
+    block.experts = model_of("mixtral").model.layers[0].mlp.experts  # 4 of 256 columns
+    block.gate, block.gating = nn.Linear(256, 4), nn.Sequential(nn.Linear(256, 4))
+    block.mixer = nn.Sequential(nn.Linear(256, 4), nn.Linear(4, 256), nn.Linear(256, 1))
+    model = nn.Module()
+    model.add_module("layer", block)
+    model.head = nn.Linear(256, 1)
+    for whole, routers in ((model, ["layer.gate", "layer.gating.0"]), (block, [])):
+        report = macko.prune_(whole, 0.5, progress=False)
+        assert [row.name for row in report if "chooses experts" in row.reason] == routers
+
+
 @pytest.mark.parametrize(("format", "zeros"), [("dense12", 0.0), ("sparse11", 0.6)])
 def test_state_of_packed_experts_loads_into_others(format: str, zeros: float) -> None:
     one, other = packed(tiny("MixtralExperts", zeros), format), packed(tiny("MixtralExperts", 0.7), format)
@@ -382,6 +410,13 @@ def test_state_of_packed_experts_loads_into_others(format: str, zeros: float) ->
     assert torch.equal(one(*args), other(*args))
 
 
+def said_of_experts(**about: Any) -> dict[str, Tensor]:
+    """A state's _extra_state that says something else."""
+    sizes = {"rows": 256, "cols": 80, "widest": 1, "table_low": 0, "table_high": 0, "entries": 0, "listed": 0}
+    text = json.dumps({"format": "sparse11", **sizes, "experts": 4, "expert_rows": 64, **about})
+    return {"down_proj_packed._extra_state": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
 @pytest.mark.parametrize(
     ("format", "given", "message"),
     [
@@ -389,6 +424,14 @@ def test_state_of_packed_experts_loads_into_others(format: str, zeros: float) ->
         ("sparse11", {"down_proj": torch.zeros(4, 64, 80).bfloat16()}, "a dense weight, and these experts are sparse"),
         ("sparse11", {"down_proj_packed.data": None}, "the state has no data of its sparse11 weight"),
         ("sparse11", {"down_proj_packed._extra_state": None}, "the state has no _extra_state"),
+        ("sparse11", {"down_proj_packed.data": "x"}, "expected tensors, got {'data': 'str'}"),
+        ("sparse11", {"down_proj_packed._extra_state": "x"}, "_extra_state does not say"),
+        ("sparse11", {"down_proj_packed._extra_state": torch.empty(9, device="meta")}, "_extra_state does not say"),
+        ("sparse11", said_of_experts(rows="q"), "rows is 'q', expected 0 to"),
+        ("sparse11", said_of_experts(experts="4"), "experts is '4', expected 0 to"),
+        ("sparse11", said_of_experts(format="slide"), "slide holds no stack of experts"),
+        ("sparse11", said_of_experts(cols=72), re.escape("has [4, 64, 72] in 256 rows, the module [4, 64, 80]")),
+        ("dense12", {"down_proj": "x"}, "expected tensors, got {'weight': 'str'}"),
         ("dense12", {"down_proj": torch.zeros(4, 64, 80, device="meta").bfloat16()}, "has no content to copy"),
     ],
 )
@@ -649,6 +692,28 @@ def test_converted_there_and_back(
     assert after.keys() == before.keys()
     assert all(torch.equal(after[key], before[key] + 0.0) for key in before)
     assert "dense again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_float32_layers_of_a_bfloat16_mixture_are_rounded_where_it_is_asked_for_and_its_router_never(
+    layers: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_of("mixtral").save_pretrained(tmp_path / "dense")
+    dense, packed = str(tmp_path / "dense"), str(tmp_path / "packed")
+    before = tensors_of(tmp_path / "dense")
+    parts = ["block_sparse_moe.gate", *(["self_attn.q_proj"] if layers else [])]
+    names = [f"model.layers.{i}.{part}.weight" for i in range(2) for part in parts]
+    before |= {name: before[name].float() * 1.001 for name in names}
+    save_file(before, tmp_path / "dense" / "model.safetensors", {"format": "pt"})
+    if layers:
+        assert main(["convert", dense, packed, "--format", "dense12"]) == 1
+        assert "--dtype bfloat16 rounds them" in capsys.readouterr().err
+    assert main(["convert", dense, packed, "--format", "dense12", *(["--dtype", "bfloat16"] if layers else [])]) == 0
+    assert "2 float32 matrices of" in capsys.readouterr().err
+    assert main(["convert", packed, str(tmp_path / "back"), "--to", "dense"]) == 0
+    after = tensors_of(tmp_path / "back")
+    for name in before:
+        assert_same_bits(after[name], before[name].bfloat16() if name.endswith("q_proj.weight") else before[name])
 
 
 def test_an_expert_that_is_lost_from_a_folder_is_missed(tmp_path: Path) -> None:

@@ -527,7 +527,23 @@ def test_packed_weight(n: int, element: int, device: str) -> None:
         for number in ("nan", "inf"):
             w[7, 0] = float(number)
             with pytest.raises(ValueError, match="row 7 of the weight has NaN or Inf, which"):
-                SlideWeight.from_dense(w, -1, element)
+                SlideWeight.from_dense(w, -1, element).of_finite()
+
+
+@pytest.mark.parametrize("element", [-1, 0])
+def test_packs_on_meta_and_in_a_compiled_graph(element: int) -> None:
+    w = weight(72, 130, 4, torch.bfloat16)
+    packed = SlideWeight.from_dense(w, 4, element)
+    there = packed.to("meta")
+    for got, wanted in (
+        (SlideWeight.from_dense(w.to("meta"), 4, element), packed),
+        (there.cut(0, 3, 40), packed.cut(0, 3, 40)),
+        (there.as_pattern(0), packed.as_pattern(0)),
+        (there.of_columns(w.to("meta"), w[:, 0].to("meta")), packed),
+    ):
+        assert [t.shape for t in got.tensors().values()] == [t.shape for t in wanted.tensors().values()]
+    call = torch.compile(lambda w: SlideWeight.from_dense(w, 4, element).to_dense(), fullgraph=True, backend="eager")
+    assert_same_bits(call(w), packed.to_dense())
 
 
 def test_hostile_bytes_are_named_and_harmless() -> None:

@@ -420,6 +420,14 @@ def test_an_unknown_version_is_refused(pruned: tuple[Any, Path], tmp_path: Path,
         load(folder)
 
 
+def test_a_folder_with_two_patterns_is_refused_by_name(pruned: tuple[Any, Path], tmp_path: Path) -> None:
+    folder = saved(pruned, tmp_path / "sparse")
+    with edited(folder / "config.json") as config:
+        config["quantization_config"] |= {"format": "slide 6:8", "pattern": "2:4"}
+    with pytest.raises(ValueError, match=r"sparse.config\.json: format has the pattern 6:8, and pattern is '2:4'"):
+        load(folder)
+
+
 def test_a_damaged_tensor_is_refused_by_name(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     folder = saved(pruned, tmp_path / "sparse")
     tensors = load_file(folder / "model.safetensors")

@@ -81,10 +81,11 @@ def _is_faster(w: Tensor, n: int, options: Options) -> bool:
 
 
 def pack_slide(w: Tensor, options: Options) -> SlideWeight:
-    """w packed for slide's kernels; ValueError where it does not fit the pattern, whichever of them is the faster."""
+    """w packed for slide's kernels; ValueError where it does not fit the pattern, whichever of them is the faster,
+    or is to be rounded and has NaN or Inf."""
     element = SLIDE_ELEMENTS.index(options.slide_element) if options.slide_element else -1
     n = _pattern_of(w, options)
-    packed = SlideWeight.from_dense(w, n, element)
+    packed = SlideWeight.from_dense(w, n, element).of_finite()
     layout = slide_layout(w, n, SLIDE_ELEMENTS[packed.element], options.slide_tokens)
     return packed if layout == n else SlideWeight.from_dense(w, layout, element)
 

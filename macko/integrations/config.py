@@ -82,7 +82,9 @@ class Settings:
             ValueError: there is no such option, or the files are packed and 8 bits are asked for.
         """
         names = ("format", "tokens", "ignore", "min_sparsity", "values", "pattern")
-        old = {name: getattr(self, name) for name in names}
+        # The format without its pattern, so that either can be asked for.
+        own = {"format": self.options.format, "pattern": self.options.pattern}
+        old = {name: getattr(self, name) for name in names} | own
         if unknown := sorted(set(asked) - set(old)):
             raise ValueError(f"{where} has {', '.join(unknown)}, expected {', '.join(old)}")
         if self.layers and asked.get("values", self.values) != self.values and asked["values"] in codes.KINDS:

@@ -28,29 +28,38 @@ from .transformers import class_of, readable, renamer
 _PARTS = (*Planes12Weight.tensor_names, "weight")
 
 
-def float32_weights(source: Path) -> tuple[int, int]:
-    """How many weights a folder has in float32, and how many are no bfloat16 numbers.
+def float32_weights(source: Path, ignore: Sequence[str]) -> tuple[int, int, int]:
+    """How many float32 weights of a folder bfloat16 would round, how many are no bfloat16 numbers, and how many float32
+    matrices stay.
 
-    0 where most of its matrices are not float32: a router that alone is stays so.
+    All stay where no layer that is to be packed is float32. Routers always do.
     """
-    count = rounded = of_matrices = 0
-    with Checkpoint(source) as file:
+    count = rounded = routers = matrices = 0
+    found = False
+    with readable(source), Checkpoint(source) as file:
+        part_of = _parts_of(_on_meta(source), ignore)
+        is_read_rounded = "bfloat16" not in (file.config.get("dtype"), file.config.get("torch_dtype"))
         for name in file:
             tensor = file[name]
-            if tensor.dim() > 1:
-                of_matrices += tensor.numel() * (1 if tensor.dtype == torch.float32 else -1)
-            if tensor.dtype == torch.float32:
-                count += tensor.numel()
-                rounded += int((tensor.view(torch.int32) & 0xFFFF).count_nonzero())
-    return (count, rounded) if of_matrices > 0 else (0, 0)
+            if tensor.dtype != torch.float32:
+                continue
+            matrices += tensor.dim() > 1
+            if (part := part_of(name)) == "router":
+                routers += tensor.dim() > 1
+                if not is_read_rounded:  # by the config that is written
+                    continue
+            found |= part == "layer"
+            count += tensor.numel()
+            rounded += int((tensor.view(torch.int32) & 0xFFFF).count_nonzero())
+    return (count, rounded, routers) if found else (0, 0, matrices)
 
 
 def pack_folder(source: Path, target: Path, ignore: Sequence[str], rounds: bool = False) -> dict[str, Any]:
     """Writes the weights of a dense folder with its linear layers in planes, and config.json.
 
-    At a time it has one layer in memory, and the lists of a file's. With `rounds` those in float32 become bfloat16
-    first. A layer stays dense that is tied, ignored, of another dtype than bfloat16 and float16, or would not become
-    smaller; one whose name transformers changes when it loads it, too.
+    At a time it has one layer in memory, and the lists of a file's. With `rounds` what is float32 becomes bfloat16
+    first, but for routers. A layer stays dense that is tied, ignored, of another dtype than bfloat16 and float16, or
+    would not become smaller; one whose name transformers changes when it loads it, too.
 
     Experts that the files have one by one are packed so, under the names that they have as modules of their own.
 
@@ -65,14 +74,14 @@ def pack_folder(source: Path, target: Path, ignore: Sequence[str], rounds: bool 
         model = _on_meta(source)
         experts = _weights_of_experts(model, file, ignore)
         layer_of = {key: key.rpartition(".")[0] for key in _weights_of_layers(model, file, ignore)} | experts
-        written = FolderWriter(target)
+        written, part_of = FolderWriter(target), _parts_of(model, ignore)
         for path, keys in file.by_file():
             sums: dict[str, int] = {}
 
             def tensors(keys: list[str] = keys, sums: dict[str, int] = sums) -> Iterator[tuple[str, Tensor]]:
                 for key in keys:
                     tensor = file[key]
-                    if rounds and tensor.dtype == torch.float32:
+                    if rounds and tensor.dtype == torch.float32 and part_of(key) != "router":
                         tensor = tensor.bfloat16()
                     packed = _planes(tensor, key in experts) if key in layer_of else None
                     if packed is None:
@@ -180,6 +189,25 @@ def _on_meta(source: Path) -> Any:
     about, kind = class_of(source)
     with torch.device("meta"):
         return kind(about)
+
+
+def _parts_of(model: Any, ignore: Sequence[str]) -> Callable[[str], str]:
+    """Of a name in the files: "layer" for the weight of a linear layer or of experts that the caller does not leave
+    out, "router" for what else stands beside experts, or "other"."""
+    every, loaded = find_experts(model, (), None), _loads(model)
+    layers = {f"{layer.name}.weight" for layer in find_linears(model, ignore, None) if not layer.left_out}
+    for experts in find_experts(model, ignore, None):
+        layers |= {f"{experts.name}.{key}" for key in projections(experts.module) if not experts.left_out}
+    inside = tuple(f"{experts.name}." for experts in every)
+    beside = tuple(f"{parent}." for experts in every if (parent := experts.name.rpartition(".")[0]))
+
+    def part_of(key: str) -> str:
+        name = loaded(key)[0]
+        if name in layers:
+            return "layer"
+        return "router" if name.startswith(beside) and not name.startswith(inside) else "other"
+
+    return part_of
 
 
 def _weights_of_layers(model: Any, file: Checkpoint, ignore: Sequence[str]) -> set[str]:

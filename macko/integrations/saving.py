@@ -32,7 +32,7 @@ from ..nn.experts import SparseExperts, UnfoldedExperts, saved_by_expert, unfold
 from ..nn.linear import SparseLinear
 from ..nn.report import format_bytes
 from ..weights import saved_as
-from ..weights.saved import within
+from ..weights.saved import said, within
 from . import tensor_parallel, wrap
 from .placing import PLACING, dispatch
 from .transformers import IGNORES_SIZES, OFFLOADS, MackoConfig, renamer
@@ -309,7 +309,7 @@ def _from_packed(load: Any) -> Any:
         call = signature.bind(cls, *args, **kwargs)
         given = {**call.arguments, **call.arguments.get("kwargs", {})}
         folder, config = given["pretrained_model_name_or_path"], given.get("config")
-        _check_quantization_config(folder)
+        _check_quantization_config(folder, config)
         if isinstance(config, PreTrainedConfig) and not quant_method(getattr(config, "quantization_config", None)):
             kwargs["config"] = config = _with_layers(config, folder)
         if layer := _packed_layer(given.get("state_dict") or {}, getattr(config, "quantization_config", None)):
@@ -330,8 +330,8 @@ def _from_packed(load: Any) -> Any:
     return from_pretrained
 
 
-def _check_quantization_config(folder: Any) -> None:
-    """ValueError where a folder's is no object, which transformers takes for one."""
+def _check_quantization_config(folder: Any, given: Any) -> None:
+    """ValueError with its name where a folder's is no object, which transformers takes for one, or not macko's."""
     file = Path(folder or "") / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8")) if folder and file.is_file() else None
@@ -340,6 +340,12 @@ def _check_quantization_config(folder: Any) -> None:
     about = config.get("quantization_config") if isinstance(config, dict) else None
     if about is not None and not isinstance(about, dict):
         raise ValueError(f"{file}: quantization_config is {about!r}, expected an object")
+    about = getattr(given, "quantization_config", None) if isinstance(given, PreTrainedConfig) else about
+    if isinstance(about, dict) and quant_method(about) == "macko":
+        try:
+            MackoConfig.from_dict(about)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
 
 
 def _with_layers(config: PreTrainedConfig, folder: Any) -> PreTrainedConfig:
@@ -367,8 +373,8 @@ def _packed_layer(state: dict[str, Any], about: Any) -> str | None:
 def _is_packed(extra: Any) -> bool:
     """Whether it is what SparseLinear.get_extra_state gives."""
     try:
-        saved_as(json.loads(bytes(extra.reshape(-1).tolist())))
-    except (AttributeError, TypeError, ValueError):
+        said(extra, saved_as)
+    except ValueError:
         return False
     return True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,8 +15,9 @@ from ..choose.options import Options
 from ..ops import expert_order, expert_sum, gated_experts, linear_experts
 from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
 from ..weights.registry import ROUNDED_EXPERTS, not_a_stack
+from ..weights.saved import check_tensors, said, stack_as
 from ..weights.slab import SlabWeight
-from .find import Filter, matching
+from .find import Filter, OwnExperts, matching
 from .linear import NO_CONTENT, SparseLinear, as_extra_state, autocast_dtype, unsupported, with_hooks
 from .report import LayerReport
 
@@ -66,10 +66,15 @@ def find_experts(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
             left_out = f"ignored by {ignored[0]!r}" if ignored else None
             if not ignored and filter_fn is not None and not filter_fn(module, name):
                 left_out = "left out by filter_fn"
-            if name.endswith(".base_layer"):
+            if is_adapted(name):
                 left_out = left_out or "an adapter of peft changes its weights: merge_and_unload() first"
             found.append(FoundExperts(name, module, left_out))
     return found
+
+
+def is_adapted(name: str) -> bool:
+    """Whether experts of this name are those that an adapter of peft changes."""
+    return name.endswith(".base_layer")
 
 
 def oriented(experts: nn.Module, name: str) -> Tensor:
@@ -248,17 +253,16 @@ class PackedStack(nn.Module):
         now = self.stack
         if (extra := state.get(f"{prefix}_extra_state")) is None:
             raise ValueError(f"the state has no _extra_state of its {now.packed.format} weight")
-        try:
-            about = json.loads(bytes(extra.tolist()))
-            experts, rows, kind = about.pop("experts"), about.pop("expert_rows"), FORMATS[about["format"]]
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
+        kind, sizes, experts, rows = said(extra, stack_as)
         if missing := [name for name in kind.tensor_names if prefix + name not in state]:
             raise ValueError(f"the state has no {', '.join(missing)} of its {kind.format} weight")
-        packed = kind(**{name: state[prefix + name] for name in kind.tensor_names}, **kind.sizes_of(about))
+        tensors = {name: state[prefix + name] for name in kind.tensor_names}
+        check_tensors(tensors)
+        packed = kind(**tensors, **sizes)
         if (experts, rows, packed.shape) != (now.experts, now.rows, now.packed.shape):
-            raise ValueError(f"the state has {experts} experts of {rows} rows, the module {now.experts} of {now.rows}")
-        if packed.device.type != "meta":
+            came, here = ([s.experts, s.rows, s.packed.cols] for s in (Stack(packed, experts, rows), now))
+            raise ValueError(f"size mismatch: the state has {came} in {packed.rows} rows, the module {here}")
+        if any(tensor.device.type != "meta" for tensor in tensors.values()):
             packed.validate()
             if packed.dtype != now.packed.dtype and not assigned:
                 packed = _converted(packed, packed.device, now.packed.dtype)
@@ -274,7 +278,7 @@ def _converted(packed: PackedWeight, device: torch.device, dtype: torch.dtype) -
 # ---- The module ------------------------------------------------------------------------------------------------------
 
 
-class SparseExperts(nn.Module):
+class SparseExperts(OwnExperts):
     """What experts(hidden_states, top_k_index, top_k_weights) of transformers gives, from packed weights.
 
     It takes the place of a module that transformers 5 runs by its experts interface. All but the weights is that
@@ -377,15 +381,17 @@ class SparseExperts(nn.Module):
                 unexpected[:] = [key for key in unexpected if key != prefix + name]
                 try:
                     part._hold(self._packed_again(dense, part, local.get("assign_to_params_buffers", False)))
-                except ValueError as error:
+                except (TypeError, ValueError) as error:
                     errors.append(f"{prefix}{name}: {error}")
 
     def _packed_again(self, dense: Tensor, part: PackedStack, assigned: bool) -> Stack:
         """The stack of a state's dense weight, where files hold it so."""
-        w, now = turned(self, dense.detach()), part.stack
+        now = part.stack
         on_meta = now.packed.device.type == "meta"
+        check_tensors({"weight": dense})
         if not part.is_saved_dense:
             raise ValueError("the state has a dense weight, and these experts are sparse: load it before sparsify_")
+        w = turned(self, dense.detach()) if dense.dim() == 3 else dense
         if tuple(w.shape) != now.shape:
             raise ValueError(f"size mismatch: the state has {list(w.shape)}, the experts {list(now.shape)}")
         if w.device.type == "meta" and not assigned and not on_meta:
@@ -415,7 +421,7 @@ def _take_over(module: nn.Module, other: nn.Module) -> None:
 # ---- One by one ------------------------------------------------------------------------------------------------------
 
 
-class UnfoldedExperts(nn.Module):
+class UnfoldedExperts(OwnExperts):
     """The same experts as modules "0", "1", ... of gate_proj, up_proj and down_proj, each nn.Linear or SparseLinear.
 
     So pruning, calibration and files take them as any layer: an expert sees its own tokens alone. Weights of nn.Linear
@@ -451,7 +457,6 @@ class UnfoldedExperts(nn.Module):
         return {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}
 
     def stacked(self) -> dict[str, list[nn.Module]]:
-        """The layers that each projection is made of."""
         ones: list[Any] = [self._modules[str(e)] for e in range(self.of[0].num_experts)]
         return {key: [getattr(one, name) for one in ones for name in self.parts(key)] for key in self.rows}
 
@@ -561,7 +566,8 @@ def unfold_(model: nn.Module, which: Callable[[str, nn.Module], bool]) -> list[s
 
 def fold_(model: nn.Module, names: Iterable[str], options: Options) -> None:
     for name in names:
-        put(model, name, model.get_submodule(name).fold(options))  # type: ignore[operator]
+        one: Any = model.get_submodule(name)
+        replace(model, {one: one.fold(options)})
 
 
 @contextlib.contextmanager

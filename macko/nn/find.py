@@ -51,6 +51,14 @@ class FoundLinear:
     changed: str | None = None
 
 
+class OwnExperts(nn.Module):
+    """What macko puts in the place of a mixture's experts."""
+
+    def stacked(self) -> dict[str, list[nn.Module]]:
+        """The layers, if any, that each projection is made of."""
+        return {}
+
+
 def check_model(model: Any, what: str) -> None:
     """TypeError where what a function was given as its model is none, as a folder's name."""
     if not isinstance(model, nn.Module):
@@ -104,8 +112,8 @@ def find_linears(model: nn.Module, ignore: Iterable[str], filter_fn: Filter | No
     stacks = {
         id(layer): [name, f"{name}.{key}"]
         for name, module in model.named_modules()
-        if hasattr(module, "stacked")
-        for key, layers in module.stacked().items()  # type: ignore[operator]
+        if isinstance(module, OwnExperts)
+        for key, layers in module.stacked().items()
         for layer in layers
     }
     changed, routers = _changed_in_place(model), _routers(model)
@@ -162,20 +170,22 @@ def output_heads(model: nn.Module) -> set[int]:
 
 
 def _routers(model: nn.Module) -> set[int]:
-    """ids of linear layers that give a number for each of a mixture's experts, or one, in the block that these are of,
-    and no other layer beside them takes that, as one of a shared expert does.
+    """ids of linear layers that give a number for each of a mixture's experts, or one, beside these in their block, and
+    no other layer beside them takes that, as one of a shared expert does; or in a module there that has no other layer.
 
-    Most models have no nn.Linear there.
+    Most models have no nn.Linear there. A model whose own child the experts are is no block: it may have heads there.
     """
     routers: set[int] = set()
     for name, module in model.named_modules():
         weights = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
-        holds = any(p.dim() == 3 for p in weights) or hasattr(module, "stacked") or hasattr(module, "packed_stacks")
+        holds = isinstance(module, OwnExperts) or any(p.dim() == 3 for p in weights)
         count = getattr(module, "num_experts", None)
-        if name and isinstance(count, int) and holds:
-            inside = set(module.modules())
-            for part in model.get_submodule(name.rpartition(".")[0]).modules():
-                layers = [m for m in part.children() if isinstance(m, nn.Linear)] if part not in inside else []
+        block = name.rpartition(".")[0]
+        if block and isinstance(count, int) and holds:
+            beside = [child for child in model.get_submodule(block).children() if child is not module]
+            alone = [[m for m in child.modules() if isinstance(m, nn.Linear)] for child in beside]
+            direct = [child for child in beside if isinstance(child, nn.Linear)]
+            for layers in (direct, *(found for found in alone if len(found) == 1 and found[0] not in direct)):
                 taken = {layer.in_features for layer in layers}
                 routers |= {id(m) for m in layers if m.out_features in {1, count} - taken}
     return routers

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..choose.auto import SPARSE11_LISTED
 from ..choose.exponents import outside_table
 from ..choose.patterns import density_of
-from ..nn.experts import is_experts, packed_rows, unfolded
+from ..nn.experts import find_experts, is_adapted, is_experts, oriented, packed_rows, projections, unfolded
 from ..nn.find import IGNORED, Filter, FoundLinear, check_model, find_linears, unpackable
 from ..nn.linear import DTYPES, SparseLinear
 from ..nn.report import LayerReport, Report
@@ -206,7 +206,7 @@ def prune_(
         A Report of every nn.Linear with the density it has now, why it was left, and what was fitted. A shared weight
         is pruned once; what looks like a layer and is none (GPT-2's Conv1D) is named too. Experts of a mixture that
         transformers holds in one tensor are pruned one by one, as layers NAME.experts.3.gate_proj of their own tokens;
-        a line names those that no token of the calibration reached. Routers stay as they are.
+        a line names those that no token of the calibration reached. Routers beside these stay.
 
     Example:
         >>> macko.prune_(model, 0.5, "wanda", calibration=[tokenizer(text, return_tensors="pt") for text in texts])
@@ -226,7 +226,7 @@ def prune_(
         )
     if any(is_experts(module) for module in model.modules()):
         # Each expert as layers of its own, which see its own tokens alone; their weights are views of the stack.
-        with unfolded(model, lambda name, module: is_experts(module)):
+        with unfolded(model, lambda name, module: is_experts(module) and not is_adapted(name)):
             return _prune(
                 model, sparsity, method, pattern, calibration, ignore, filter_fn, device, progress, done, reconstruct
             )
@@ -257,7 +257,8 @@ def _prune(
     pruning = _Pruning(method, share, groups, device, done, fitter, auto)
     with torch.no_grad():
         pruning.run(model, todo, batches, progress)
-    rows = [*(_row(layer, reasons[layer.name]) for layer in found), *packed_rows(model), *unpackable(model)]
+    rows = [*(_row(layer, reasons[layer.name]) for layer in found), *packed_rows(model), *_adapted(model)]
+    rows += unpackable(model, is_experts)
     notes = [*pruning.notes, *pruning.unreached(), *_exponents(todo)]
     return Report(rows, fitter.fits if fitter else [], notes)
 
@@ -471,6 +472,17 @@ def _why_not(module: nn.Linear, pattern: Pattern | None) -> str:
     if pattern is not None and module.weight.shape[1] % pattern[1]:
         return f"its {module.weight.shape[1]} columns are no multiple of {pattern[1]}"
     return ""
+
+
+def _adapted(model: nn.Module) -> list[LayerReport]:
+    """Rows of the experts that an adapter changes, while all others are layers of their own."""
+    rows = []
+    for experts in find_experts(model, (), None):
+        for key in projections(experts.module):
+            w = oriented(experts.module, key)
+            about = (tuple(w.shape), density_of(w), "dense", w.nbytes, w.nbytes, experts.left_out or "")
+            rows.append(LayerReport(f"{experts.name}.{key}", *about, linear=False))
+    return rows
 
 
 def _row(layer: FoundLinear, reason: str) -> LayerReport:

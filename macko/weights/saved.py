@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from .base import SIZES, PackedWeight
 from .bytes import ByteWeight, Macko8Weight
 from .canonical import MackoWeight
 from .planes import Planes12Weight
-from .registry import FORMATS, SAVED, format_named
+from .registry import FORMATS, SAVED, format_named, not_a_stack
+
+_Result = TypeVar("_Result")
 
 
 def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]:
@@ -38,12 +40,49 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
     sizes = kind.sizes_of(about)
     if bad := {name: size for name, size in sizes.items() if type(size) is not int or size not in SIZES}:
         raise ValueError(f"expected integers, whole numbers from 0 to {SIZES[-1]}, got {bad}")
+    _check_sizes(kind, sizes)
+    return kind, sizes, list(kind.tensor_names)
+
+
+def stack_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], int, int]:
+    """What a state says of a stack of experts: class, sizes, how many experts, and how many rows each has.
+
+    Raises:
+        ValueError: as saved_as, but a state has layouts too; or experts are not packed in this format.
+    """
+    if not isinstance(about, Mapping):
+        raise ValueError(f"expected a format and its sizes, got {about!r}")
+    own = {name: about.get(name) for name in ("experts", "expert_rows")}
+    kind = format_named(about.get("format"))  # type: ignore[arg-type]
+    if reason := not_a_stack(kind.format):
+        raise ValueError(reason)
+    sizes = kind.sizes_of({name: size for name, size in about.items() if name not in own})
+    _check_sizes(kind, sizes)
+    for reason in filter(None, itertools.starmap(kind.bad_size, own.items())):
+        raise ValueError(reason)
+    return kind, sizes, *own.values()  # type: ignore[return-value]
+
+
+def _check_sizes(kind: type[PackedWeight], sizes: Mapping[str, Any]) -> None:
     # What has a default may be left out.
     if other := sorted(set(sizes) ^ {name for name in kind.size_names if name in sizes or not hasattr(kind, name)}):
         raise ValueError(f"{' and '.join(other)}: the format {kind.format} has the sizes {', '.join(kind.size_names)}")
     for reason in filter(None, itertools.starmap(kind.bad_size, sizes.items())):
         raise ValueError(reason)
-    return kind, sizes, list(kind.tensor_names)
+
+
+def said(extra: Any, read: Callable[[Any], _Result]) -> _Result:
+    """What `read`, saved_as or stack_as, makes of a state's _extra_state; ValueError where that says nothing of it."""
+    try:
+        return read(json.loads(bytes(extra.reshape(-1).tolist())))
+    except (AttributeError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
+
+
+def check_tensors(tensors: Mapping[str, Any]) -> None:
+    """TypeError where what a state has for a weight's tensors is none."""
+    if bad := {name: type(t).__name__ for name, t in tensors.items() if not isinstance(t, Tensor)}:
+        raise TypeError(f"expected tensors, got {bad}")
 
 
 def saved_by_names(
@@ -146,9 +185,8 @@ def packed_in(state: _State, like: PackedWeight, shape: tuple[int, int]) -> Pack
         if "weight" in state:
             raise ValueError(f"the state has an empty weight, and none of the tensors that {like.format} has")
         return None
+    check_tensors(tensors)
     packed = kind(**tensors, **sizes)
-    if bad := {name: type(t).__name__ for name, t in tensors.items() if not isinstance(t, Tensor)}:
-        raise TypeError(f"expected tensors, got {bad}")
     if packed.shape != shape:
         raise ValueError(f"size mismatch: the state has shape {list(packed.shape)}, the layer {list(shape)}")
     if any(tensor.device.type != "meta" for tensor in tensors.values()):
@@ -164,10 +202,7 @@ def _said(state: _State, like: PackedWeight, cols: int) -> tuple[type[PackedWeig
     extra = state.get("_extra_state")
     # torch.distributed.checkpoint puts a placeholder where a file has none.
     if extra is not None and type(extra).__name__ != "_EXTRA_STATE":
-        try:
-            return saved_as(json.loads(bytes(extra.reshape(-1).tolist())))
-        except (AttributeError, RecursionError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"_extra_state does not say what the packed weight is: {error}") from None
+        return said(extra, saved_as)
     for kind in FORMATS.values():  # whose sizes do not follow from the tensors
         of_its_own = not kind.instead_in_files() and kind not in (MackoWeight, type(like))
         if of_its_own and all(name in state for name in kind.tensor_names):

@@ -86,8 +86,7 @@ class SlideWeight(PackedWeight):
             prune: whether groups with too many non-zeros lose the smallest.
 
         Raises:
-            ValueError: w does not fit the pattern: names the first row, group and count; or has 32 bits and is to stay;
-                or NaN or Inf, and is to be rounded: names the first row.
+            ValueError: w does not fit the pattern: names the first row, group and count; or has 32 bits and is to stay.
         """
         if element < 0 and w.dtype not in SLIDE_ELEMENTS:
             raise ValueError(f"the slide format holds int8, float8, float16 and bfloat16, the weight is {w.dtype}")
@@ -95,11 +94,15 @@ class SlideWeight(PackedWeight):
         element = SLIDE_ELEMENTS.index(w.dtype) if element < 0 else element
         with not_held("does not fit the pattern"):
             tiles, scale, _ = ops.slide_pack(w, n, SLIDE_ELEMENTS[element], prune)
-        if not bool(scale.isfinite().all()):
-            codes.refuse_row(int((~scale.isfinite()).nonzero()[0]), 1 - element)
         source = SLIDE_SOURCES.index(w.dtype) if source < 0 else source
         rows, cols = w.shape
         return cls(tiles, scale, tiles.new_empty(0, 0, 0), rows, cols, n, element, source)
+
+    def of_finite(self) -> Self:
+        """This weight; ValueError where it was rounded and a row had NaN or Inf. Waits for the device then."""
+        if self.element < 2 and not self.scale.is_meta and len(bad := (~self.scale.isfinite()).nonzero()):
+            codes.refuse_row(int(bad[0]), 1 - self.element)
+        return self
 
     @classmethod
     def from_codes(cls, numbers: Tensor, scale: Tensor, n: int, source: int) -> Self:
@@ -117,9 +120,12 @@ class SlideWeight(PackedWeight):
         Args:
             largest: [rows], the largest magnitude of each row of the whole weight.
             n, element: as in from_dense.
+
+        Raises:
+            ValueError: a row of the whole weight has NaN or Inf.
         """
         wide = torch.cat([w, largest.to(w)[:, None]], 1)
-        return cls.from_dense(wide, 0, element).cut(1, 0, w.shape[1]).as_pattern(n)  # type: ignore[attr-defined]
+        return cls.from_dense(wide, 0, element).of_finite().cut(1, 0, w.shape[1]).as_pattern(n)  # type: ignore[attr-defined]
 
     def of_columns(self, w: Tensor, largest: Tensor) -> Self:
         return self if self.element >= 2 else self.from_columns(w, largest, self.n, self.element)

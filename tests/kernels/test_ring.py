@@ -13,7 +13,7 @@ CHECKS = r"""
 #include <stdlib.h>
 #include <string.h>
 
-#include "ring_plan.h"
+#include "experts_plan.h"
 
 #define EXPECT(rule, condition) do { if (!(condition)) return rule; } while (0)
 
@@ -64,6 +64,18 @@ int check(int64_t row_blocks, int64_t slabs, int64_t tokens, int widest, int sms
     EXPECT(15, (int64_t)s.blocks * token_blocks * (sums + 8) <= macko_ring_workspace_bytes(tokens, sms));
     return check_shares(&p, &s, together);
 }
+
+/* Blocks of the kernel for experts, or the negative number of the rule that its plan breaks; 0: there is none. */
+int experts(int64_t experts, int64_t row_blocks, int64_t tokens, int widest, int sms, int shared_bytes) {
+    const macko_experts_problem p = {experts, row_blocks, tokens, widest, sms, shared_bytes};
+    macko_experts_plan plan;
+    if (!macko_experts_plan_of(&p, &plan)) return 0;
+    const int of_sm = plan.blocks > sms ? 2 : 1, kept = of_sm * MACKO_EXPERTS_KEPT;
+    EXPECT(-1, plan.stages >= (of_sm > 1 ? 3 : 2) && plan.blocks >= 1 && plan.blocks <= 2 * sms);
+    EXPECT(-2, of_sm * plan.shared_bytes + kept <= shared_bytes + MACKO_EXPERTS_KEPT);
+    EXPECT(-3, of_sm == 1 || (plan.tile == MACKO_EXPERTS_LEAST_TOKENS && shared_bytes >= MACKO_EXPERTS_FOR_TWO));
+    return plan.blocks;
+}
 """
 #: What a block may have: by MACKO_PLAN; GPUs of 8.6, 8.9 and 12; of 8.0; of 9.0 and 10.0.
 SHARED = {70: 71680, 99: 101376, 163: 166912, 227: 232448}
@@ -71,9 +83,11 @@ SHARED = {70: 71680, 99: 101376, 163: 166912, 227: 232448}
 
 @pytest.fixture(scope="module")
 def check(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    function = compiled(CHECKS, tmp_path_factory.mktemp("ring"), "slab").check
-    function.argtypes = [ctypes.c_int64] * 3 + [ctypes.c_int] * 3 + [ctypes.c_bool] + [ctypes.POINTER(ctypes.c_int)] * 2
-    return function
+    checks = compiled(CHECKS, tmp_path_factory.mktemp("ring"), "slab")
+    sizes = [ctypes.c_int64] * 3 + [ctypes.c_int] * 3
+    checks.check.argtypes = [*sizes, ctypes.c_bool, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int)]
+    checks.experts.argtypes = sizes
+    return checks
 
 
 @pytest.mark.parametrize("shared", SHARED)
@@ -86,7 +100,22 @@ def test_every_slab_is_multiplied_once_and_every_sum_is_taken(check: Any, shared
                 for sms in (2, 48, 82, 108, 128, 132, 170):
                     for pairs in (False, True):
                         sizes = (row_blocks, slabs, tokens, widest, sms, SHARED[shared], pairs)
-                        assert check(*sizes, stages, kind) == 0, sizes
+                        assert check.check(*sizes, stages, kind) == 0, sizes
+
+
+def test_two_blocks_of_experts_share_an_sm_where_they_fit_and_seldom_leave_one_alone(check: Any) -> None:
+    for shared in SHARED.values():
+        for experts in (1, 8, 128, 6000):
+            for row_blocks in (1, 24, 448):
+                for tokens in (1, 8, 64, 512, 4096):
+                    for widest in (1, 91, 160, 193, 277):
+                        sizes = (experts, row_blocks, tokens, widest, 132, shared)
+                        assert check.experts(*sizes) >= 0, sizes
+    dense12, h100, a100 = 193, SHARED[227], SHARED[163]
+    assert check.experts(128, 24, 8, dense12, 132, h100) == 192  # Qwen3-30B, one token: one round
+    assert check.experts(128, 44, 8, dense12, 132, h100) == 132  # GLM-4.5-Air: 352 items
+    assert check.experts(128, 24, 64, dense12, 132, h100) == 264  # six rounds
+    assert check.experts(128, 24, 8, dense12, 108, a100) == 108
 
 
 def test_the_shape_for_each_size_of_shared_memory(check: Any) -> None:
@@ -95,7 +124,7 @@ def test_the_shape_for_each_size_of_shared_memory(check: Any) -> None:
     pairs, two_rows, wide, halves = range(4)
 
     def found(shared: int, tokens: int, widest: int, prefers_pairs: bool, row_blocks: int = 64) -> tuple[int, int]:
-        assert check(row_blocks, 16, tokens, widest, 128, SHARED[shared], prefers_pairs, stages, kind) == 0
+        assert check.check(row_blocks, 16, tokens, widest, 128, SHARED[shared], prefers_pairs, stages, kind) == 0
         return stages.value, kind.value if stages.value else -1
 
     tile, dense12, sparse11 = 160, 193, 121  # units of a slab at density 0.5

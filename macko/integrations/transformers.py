@@ -667,10 +667,10 @@ def load_packed(
             no such model.
     """
     source, before = os.fspath(source), os.environ.get(_NO_ASYNC)
-    token = _PACKING.set(packing := _Packing(torch.device(device), folder))
+    packing = _Packing(torch.device(device), folder)
     os.environ[_NO_ASYNC] = "1"
     try:
-        with readable(source), Checkpoint(source) as file:
+        with within(_PACKING, packing), readable(source), Checkpoint(source) as file:
             about, kind = class_of(source)
             options |= {"quantization_config": config, "output_loading_info": True}
             if has_four_bits(file.config):
@@ -689,7 +689,6 @@ def load_packed(
             raise packing.error from error
         raise
     finally:
-        _PACKING.reset(token)
         del os.environ[_NO_ASYNC]
         os.environ |= {_NO_ASYNC: before} if before is not None else {}
 

@@ -124,7 +124,7 @@ _WITHOUT_CONTENT: ContextVar[bool] = ContextVar("_WITHOUT_CONTENT", default=Fals
 
 
 @contextlib.contextmanager
-def within(variable: ContextVar[bool], value: bool = True) -> Iterator[None]:
+def within(variable: ContextVar[Any], value: Any = True) -> Iterator[None]:
     """Within it the variable has the value."""
     token = variable.set(value)
     try:

@@ -571,9 +571,8 @@ def slide_gains() -> Lines:
 
 def slide_vllm(folder: Path) -> Lines:
     """benchmarks.slide_vllm over vLLM's own int8; sides in the order in which they ran."""
-    lines = read(
-        folder / "slide_vllm.jsonl", "model", "layers", "side", "chosen", "what", "tokens", ms=..., chosen=False
-    )
+    key = ("model", "layers", "side", "chosen", "what", "tokens")
+    lines = read(folder / "slide_vllm.jsonl", *key, ms=..., chosen=False, tp={None, 1})
     for line in against(lines, {"side": "vllm int8"}, "model", "layers", "what", "tokens", value="gpu_ms"):
         line["gpu_gain"] = line["gain"]
     lines = against(lines, {"side": "vllm int8"}, "model", "layers", "what", "tokens")

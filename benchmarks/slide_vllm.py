@@ -10,9 +10,9 @@ that they are named by in every layer; with --chosen those that macko takes by i
 Each side is a process with vLLM in it. Prefill: prompts of 1,024 tokens or fewer that come at once, one token each; at
 most STEP tokens are one step. Decoding: so many sequences after prompts of 64 tokens, by the difference of two calls.
 "ms" is the fastest of three calls; "gpu_ms" is how long kernels ran in one more, by torch's profiler, without the
-engine's own time, which counts for more where the model has fewer blocks. Lines name the kernels by vLLM's log, and
-have a few greedy tokens: int8 sides of macko have to agree in them, or it is said so. After --seconds the side that
-runs is stopped; what it has measured is kept.
+engine's own time, which counts for more where the model has fewer blocks; with --tp a GPU's wait for the others is in
+it. Lines name the kernels by vLLM's log, and have a few greedy tokens: int8 sides of macko have to agree in them, or it
+is said so. After --seconds the side that runs is stopped; what it has measured is kept.
 """
 
 from __future__ import annotations
@@ -123,34 +123,42 @@ def quantization(of: str) -> dict[str, Any]:
     return {**about, "format": TYPES[of][2], "config_groups": {"group_0": group}}
 
 
-def listen() -> list[str]:
-    """A list that gets what vLLM and macko log of the kernels that they take."""
-    found: list[str] = []
+#: What vLLM and macko have logged of the kernels that they take, on this rank.
+_said: list[str] = []
+
+
+def listen() -> None:
+    """Keeps that from here on, on ranks too, which are forks."""
     make = logging.getLogRecordFactory()
 
     def record(*args: Any, **more: Any) -> logging.LogRecord:
         made = make(*args, **more)
         text = made.getMessage() if made.name.startswith("vllm") else ""
-        if re.search("Selected |macko packs|stays dense|attention backend", text) and text not in found:
-            found.append(text)
+        if re.search("Selected |macko packs|stays dense|attention backend", text) and text not in _said:
+            _said.append(text)
         return made
 
     logging.setLogRecordFactory(record)
-    return found
+
+
+def said(_model: torch.nn.Module) -> list[str]:
+    return _said
 
 
 def measure(side: str, args: argparse.Namespace, pipe: Any) -> None:
     """Sends a line for each time that is measured of the side, and at the end its tokens."""
     import vllm
 
-    said, (of, _, pattern) = listen(), side.partition(" ")
+    listen()
+    of, _, pattern = side.partition(" ")
     ours = of in TYPES
     if ours and not args.chosen:
         choice.slide_layout = lambda w, n, *_: SLIDE_PATTERNS.get(pattern, 0)  # type: ignore[assignment]
     engine: dict[str, Any] = {
         "dtype": "bfloat16", "skip_tokenizer_init": True, "enable_prefix_caching": False, "seed": 0,
         "max_model_len": PROMPT + 2 * NEW, "max_num_seqs": max((*args.decode, 64)), "max_num_batched_tokens": args.step,
-        "compilation_config": {"cudagraph_capture_sizes": sorted({1, 8, *args.decode})}, **args.engine_args,
+        "compilation_config": {"cudagraph_capture_sizes": sorted({1, 8, *args.decode})},
+        "tensor_parallel_size": args.tp, **args.engine_args,
     }  # fmt: skip
     if ours:
         packed = {"format": "slide", "values": of, "pattern": "2:4" if pattern == "dense" else pattern}
@@ -159,7 +167,9 @@ def measure(side: str, args: argparse.Namespace, pipe: Any) -> None:
     start = time.perf_counter()
     llm = vllm.LLM(str(Path(args.folder, "bf16" if ours else side.split()[-1])), **engine)
     about: dict[str, Any] = {"model": args.model, "layers": args.layers, "side": side, "chosen": ours and args.chosen}
-    about |= {"vllm": vllm.__version__, "start_s": round(time.perf_counter() - start, 1), "said": said}
+    about |= {"tp": args.tp, "engine_args": args.engine_args}
+    about |= {"vllm": vllm.__version__, "start_s": round(time.perf_counter() - start, 1)}
+    about["said"] = list(dict.fromkeys(text for texts in llm.apply_model(said) for text in texts))
     about |= {"step": args.step, "bytes": max(size for size, _ in llm.apply_model(engines.bytes_and_seconds))}
     on_gpu = torch.cuda.is_available()
 
@@ -172,11 +182,11 @@ def measure(side: str, args: argparse.Namespace, pipe: Any) -> None:
 
     for tokens in args.prefill:
         call = run(max(1, tokens // PROMPT), min(tokens, PROMPT), 1)
-        send("prefill", tokens, min(runs.seconds(call, on_gpu)), runs.gpu_seconds(call))
+        send("prefill", tokens, min(runs.seconds(call, on_gpu)), engines.gpu_seconds(llm, call))
     for count in args.decode:
         longer, shorter = run(count, SHORT, 1 + NEW), run(count, SHORT, 1)
         seconds = runs.difference(longer, shorter, on_gpu)
-        gpu = runs.gpu_difference(longer, shorter)
+        gpu = engines.gpu_difference(llm, longer, shorter)
         send("decode", count, None if seconds is None else seconds / NEW, None if gpu is None else gpu / NEW)
     found = engines.generate(llm, 4, SHORT, NEW)
     pipe.send({"what": "tokens", "token_ids": [list(each.outputs[0].token_ids) for each in found], **about})
@@ -192,6 +202,7 @@ def main() -> None:
     sizes = [512 << i for i in range(8)]
     parser.add_argument("--prefill", nargs="*", type=int, default=sizes, help="tokens (default: 512 to 65536)")
     parser.add_argument("--decode", nargs="*", type=int, default=[64, 128, 256, 512], help="sequences")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share each layer (default: %(default)s)")
     parser.add_argument("--step", type=int, default=STEP, help="most tokens of a step (default: %(default)s)")
     parser.add_argument(
         "--chosen", action="store_true", help="macko's sides take the pattern's kernel or the dense one"

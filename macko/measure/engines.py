@@ -248,13 +248,13 @@ def _measure(name: str, folder: str, options: argparse.Namespace, given: dict[st
         more, less = (partial(generate, llm, batch, prompt, count) for count in (1 + new, 1))
         seconds, gpu = (
             None if found is None else found / new
-            for found in (runs.difference(more, less, on_gpu), runs.gpu_difference(more, less))
+            for found in (runs.difference(more, less, on_gpu), gpu_difference(llm, more, less))
         )
         send(runs.result(side, "decode", batch, prompt, batch, seconds, nbytes), gpu)
     for prompt in options.prompt_tokens:
         call = partial(generate, llm, 1, prompt, 1)
         seconds = min(runs.seconds(call, on_gpu, 3))
-        send(runs.result(side, "prefill", 1, prompt, prompt, seconds, nbytes), runs.gpu_seconds(call))
+        send(runs.result(side, "prefill", 1, prompt, prompt, seconds, nbytes), gpu_seconds(llm, call))
     pipe.send((None, {**dataclasses.asdict(side), **_tokens(llm, options), **about}))
 
 
@@ -276,6 +276,37 @@ def generate(llm: Any, batch: int, prompt_tokens: int, new_tokens: int) -> Any:
 
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     return llm.generate(_prompts(batch, prompt_tokens), params, use_tqdm=False)
+
+
+def gpu_seconds(llm: Any, call: Callable[[], Any]) -> float | None:
+    """How long kernels ran while this was called, by torch's profiler, of the rank where that is longest: ranks may be
+    processes of their own. None where there is no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    llm.apply_model(_start_profile)
+    call()
+    return max(llm.apply_model(_stop_profile))
+
+
+def gpu_difference(llm: Any, longer: Callable[[], Any], shorter: Callable[[], Any]) -> float | None:
+    """How much longer the GPU is busy with one call than with another; None where there is no GPU."""
+    more, less = gpu_seconds(llm, longer), gpu_seconds(llm, shorter)
+    return None if more is None or less is None else more - less
+
+
+#: Of this rank, while it runs.
+_profile: list[Any] = []
+
+
+def _start_profile(_model: nn.Module) -> None:
+    _profile.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]))
+    _profile[0].start()
+
+
+def _stop_profile(_model: nn.Module) -> float:
+    torch.cuda.synchronize()
+    (profile := _profile.pop()).stop()
+    return runs.busy_us(runs.gpu_events(profile)) / 1e6
 
 
 def _prompts(batch: int, tokens: int) -> Any:

@@ -208,16 +208,6 @@ def seconds(call: Callable[[], Any], on_gpu: bool, calls: int = 3) -> list[float
     return timeit.repeat(lambda: (call(), wait()), wait, repeat=1 + calls, number=1)[1:]
 
 
-def gpu_seconds(call: Callable[[], Any]) -> float | None:
-    """How long any kernel ran while this was called, by torch's profiler; None where there is no GPU."""
-    if not torch.cuda.is_available():
-        return None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return busy_us(gpu_events(profile)) / 1e6
-
-
 def gpu_events(profile: Any) -> list[Any]:
     """The kernels and copies of a profile."""
     return [event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
@@ -230,9 +220,3 @@ def busy_us(events: Iterable[Any]) -> float:
         busy += max(0.0, stop - max(end, start))
         end = max(end, stop)
     return busy
-
-
-def gpu_difference(longer: Callable[[], Any], shorter: Callable[[], Any]) -> float | None:
-    """How much longer the GPU is busy with one call than with another; None where there is no GPU."""
-    more, less = gpu_seconds(longer), gpu_seconds(shorter)
-    return None if more is None or less is None else more - less

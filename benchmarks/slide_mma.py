@@ -9,6 +9,7 @@ torch's dense product. Besides "cusparselt product", its product alone. cuSPARSE
 called by its C interface: torch's op makes a plan at each call. Its sums are compared with `_int_mm`'s of the same
 codes.
 
+    python -m benchmarks.slide_mma OUT.jsonl --rate      times products of int8 in a loop in registers, nothing else
     python -m benchmarks.slide_mma OUT.jsonl --table     writes "slide" of macko/choose/times/<gpu>.json, from "wgmma"
 """
 
@@ -49,6 +50,35 @@ INT8, INT32 = 3, 10  # cudaDataType_t
 FOUND = {"id": 0, "split_k": 3, "split_k_mode": 4, "split_k_buffers": 5}
 #: Most bytes of a workspace that a search may take.
 WORKSPACE = 1 << 28
+#: Products of one loop in registers, 16 warps an SM: no kernel is faster. SPARSE is put before it.
+RATE = """
+extern "C" __global__ void __launch_bounds__(512) rate(const unsigned *from, int *to, int turns) {
+    unsigned a[4], b[4], meta = 0x44444444;
+    int sums[8][4] = {};
+    for (int i = 0; i < 4; i++) a[i] = from[i * 512 + threadIdx.x], b[i] = from[(i + 4) * 512 + threadIdx.x];
+    for (int turn = 0; turn < turns; turn++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int(&d)[4] = sums[i];
+            if (SPARSE)
+                asm("mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, "
+                    "{%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, 0;"
+                    : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]),
+                      "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(meta));
+            else
+                asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                    "{%0, %1, %2, %3};"
+                    : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+        }
+    int sum = 0;
+    for (int i = 0; i < 32; i++) sum += sums[i / 4][i % 4];
+    to[blockIdx.x * 512 + threadIdx.x] = sum;
+}
+"""
+#: Turns of the loop, half a millisecond, and columns of a product.
+TURNS, RATE_COLS = 4000, {"dense": 32, "2:4": 64}
 
 
 def opaque() -> ctypes.c_void_p:
@@ -133,6 +163,21 @@ def under(keys: str, call: Callable[[], Tensor]) -> Tensor:
         return call()
 
 
+def write_rates(results: str, ms: float) -> None:
+    """How many operations a second the loop in registers does, zeros of the pattern counted too."""
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    held = torch.randint(-(2**31), 2**31, (8, 512)).to(torch.int32).cuda()
+    out = torch.empty(blocks * 512, dtype=torch.int32, device="cuda")
+    calls: dict[str, Calls] = {}
+    for kind in RATE_COLS:
+        kernel = torch.cuda._compile_kernel(f"#define SPARSE {int(kind != 'dense')}\n{RATE}", "rate")
+        calls[kind] = [partial(kernel, (blocks, 1, 1), (512, 1, 1), [held, out, TURNS])]
+    for kind, (us, mhz) in Sustained(calls).run(2, ms, ms).items():
+        tops = 2 * 16 * 8 * RATE_COLS[kind] * 8 * TURNS * 16 * blocks / us * 1e-6
+        append_jsonl(results, side=f"rate {kind}", us=us, tops=tops, sm_mhz_under_load=mhz, **provenance())
+        print(f"products in registers, {kind}: {tops:.0f} TOPS at {mhz} MHz", flush=True)
+
+
 def of_pattern_2_4(rows: int, k: int) -> Tensor:
     """Codes of Gaussian weights in the pattern 2:4: what slide's expanded weight is like, whatever its pattern."""
     w = torch.randn(rows, k, device="cuda").bfloat16()
@@ -166,10 +211,13 @@ def main() -> None:
     parser.add_argument("--patterns", default="2:4,4:6,6:8,8:10")
     parser.add_argument("--no-cusparselt", action="store_true", help="ours and _int_mm alone")
     parser.add_argument("--ms", type=float, default=15, help="of warming and of timing, each twice")
+    parser.add_argument("--rate", action="store_true", help="of products alone")
     parser.add_argument("--table", action="store_true", help="measure nothing, write the table from the results")
     args = parser.parse_args()
     if args.table:
         return write_table(args.results)
+    if args.rate:
+        return write_rates(args.results, args.ms)
     where, patterns = provenance(), ["dense", *args.patterns.split(",")]
     library = None if args.no_cusparselt else Cusparselt()
     for shape in args.shapes.split(","):

@@ -296,6 +296,15 @@ def test_last_wave_of_other_gpus_is_nearly_empty(dtype: torch.dtype, n: int, til
     assert_exact(200, 256 * (num_sms // 2 + 2) + 40, 4400 // dtype.itemsize, n, dtype)  # a block an SM, or two
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [0, 4])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_tiles_fit_into_the_shared_memory_of_other_gpus(dtype: torch.dtype, n: int, plan: Plan) -> None:
+    """Two stages of the largest dense tile do not fit into 99 KB."""
+    plan("copy=cp_async,shared_kb=99,slide_tile=256x128")
+    assert_exact(600, 300, 700, n, dtype)
+
+
 def test_gpus_without_float8_products_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     for capability, has in {(7, 5): (), (8, 0): (INT8,), (8, 9): (INT8, FP8), (9, 0): (INT8, FP8), (10, 0): (INT8,),

@@ -5,12 +5,27 @@
 namespace macko {
 namespace {
 
+constexpr int MAX_SPLITS = 8;
+
 // Blocks that share the k tiles of a tile, each of them 8 k tiles at least, where half of the GPU's slots, or fewer, would be
 // busy else.
 int num_splits(int64_t tiles, int k_tiles, int most, int64_t slots) {
     int splits = 1;
     while (splits < most && 2 * splits * tiles <= slots && k_tiles >= 16 * splits) splits *= 2;
     return splits;
+}
+
+// The same for large tiles, `tiles` of them in the last wave, by a count in times of a k tile: the sums of a part take one to
+// be stored, and are added by a second launch.
+int best_splits(int64_t tiles, int k_tiles, int most, int64_t slots) {
+    const auto cost = [&](int splits) {
+        const int64_t waves = ceil_div(tiles * splits, slots), part = ceil_div(k_tiles, splits);
+        return splits == 1 ? waves * part : waves * (part + 1) + 2 + tiles * splits / 40;
+    };
+    int best = 1;
+    for (int splits = 2; splits <= std::min(most, k_tiles / 2); splits++)
+        if (cost(splits) < cost(best)) best = splits;
+    return best;
 }
 
 // asked: where not NULL nothing is launched, and it is set to the bytes of the workspace that the launch wants.
@@ -34,13 +49,14 @@ cudaError_t mma_launch(const macko_slide_gemm_args &args, const device_info &dev
     const int64_t tiles = (int64_t)common.row_tiles * common.token_tiles;
     // As many stages as leave an SM its blocks; a kilobyte of each is the driver's.
     const int shared = std::min(device.shared_bytes, device.shared_per_sm / TILE::BLOCKS_PER_SM - 1024);
-    task.stages = std::clamp((shared - TILE::END_BYTES) / TILE::STAGE_BYTES, 2, TILE::MAX_STAGES);
-    const int bytes = task.stages * TILE::STAGE_BYTES + TILE::END_BYTES;
+    task.stages = std::clamp((shared - TILE::END_BYTES) / TILE::STAGE_BYTES, TILE::MIN_STAGES, TILE::MAX_STAGES);
+    const int bytes = TILE::bytes(task.stages);
     const int blocks_per_sm = std::clamp(device.shared_per_sm / (bytes + 1024), 1, TILE::BLOCKS_PER_SM);
     const int64_t slots = (int64_t)device.num_sms * blocks_per_sm;
     // Of the last wave; not for few tokens, where the weights' bytes are the time, whichever block reads them.
     const int64_t last = TILE::TOKENS > 64 || tiles < slots ? tiles % slots : 0;
-    common.splits = num_splits(last, common.k_tiles, TILE::MAX_SPLITS, slots);
+    common.splits = TILE::TOKENS > 64 ? best_splits(last, common.k_tiles, MAX_SPLITS, slots)
+                                      : num_splits(last, common.k_tiles, MAX_SPLITS, slots);
     constexpr int64_t TILE_SUMS = (int64_t)TILE::ROWS * TILE::TOKENS;
     if (asked) {
         *asked = common.splits > 1 ? common.splits * last * TILE_SUMS * (int64_t)sizeof(slide_sum<TYPE>) : 0;
@@ -74,8 +90,11 @@ cudaError_t mma_run_kind(slide_size size, const macko_slide_gemm_args &args, con
     case SLIDE_64x16: return mma_launch<TYPE, KIND, SLIDE_64x16>(args, device, stream, asked);
     case SLIDE_64x64: return mma_launch<TYPE, KIND, SLIDE_64x64>(args, device, stream, asked);
     case SLIDE_256x128:
-        if constexpr (TYPE != MACKO_SLIDE_E4M3)
-            return mma_launch<TYPE, KIND, SLIDE_256x128>(args, device, stream, asked);
+        if constexpr (TYPE != MACKO_SLIDE_E4M3) {
+            using TILE = mma_tile<TYPE, KIND, SLIDE_256x128>;
+            if (TILE::bytes(TILE::MIN_STAGES) <= device.shared_bytes) // dense ones are too large for 99 KB
+                return mma_launch<TYPE, KIND, SLIDE_256x128>(args, device, stream, asked);
+        }
         [[fallthrough]];
     default: return mma_launch<TYPE, KIND, SLIDE_128x128>(args, device, stream, asked);
     }
@@ -105,6 +124,8 @@ slide_size mma_size(const macko_slide_gemm_args &args, int num_sms) {
 cudaError_t slide_run_mma(slide_kind kind, const macko_slide_gemm_args &args, cudaStream_t stream, int64_t *asked) {
     device_info device;
     if (const cudaError_t status = current_device(&device)) return status;
+    device.shared_bytes = ring_shared_bytes(device);
+    device.shared_per_sm = std::min(device.shared_per_sm, device.shared_bytes + 1024);
     const slide_size size = mma_size(args, device.num_sms);
     switch (args.weight.shape.type) {
     case MACKO_SLIDE_S8: return mma_run<MACKO_SLIDE_S8>(kind, size, args, device, stream, asked);

@@ -41,7 +41,10 @@ struct mma_tile {
     static constexpr int COPIES = TOKEN_COPIES + WEIGHT_COPIES;
     // A token's rows of a warp in shared memory, 16 bytes longer than they are: lanes' words then lie in different banks.
     static constexpr int LINE = WARP_ROWS * 2 + 16, END_TOKENS = 16, END_BYTES = WARPS * END_TOKENS * LINE;
-    static constexpr int MAX_STAGES = 4, MAX_SPLITS = TOKENS <= 64 ? 8 : 4;
+    static constexpr int MIN_STAGES = 2, MAX_STAGES = 4;
+    static constexpr int bytes(int stages) {
+        return stages * STAGE_BYTES + END_BYTES;
+    }
     static_assert(TOKEN_COPIES * THREADS * 16 == TOKEN_BYTES && THREADS % 64 == 0);
 };
 

@@ -29,7 +29,7 @@ import macko
 from benchmarks import quality
 from benchmarks.timing import append_jsonl
 from macko.measure.evaluate import embeddings, language
-from macko.nn.find import IGNORED, find_linears
+from macko.nn.find import IGNORED, FoundLinear, find_linears
 from macko.pruning.prune import METHODS, STATISTICS, sparsegpt
 from macko.weights import SLIDE_ELEMENTS, SLIDE_PATTERNS, SlideWeight
 
@@ -39,12 +39,17 @@ TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 BLOCK = 64
 
 
+def pruned(model: Any) -> list[FoundLinear]:
+    """The linear layers that prune_ prunes."""
+    return [layer for layer in find_linears(model, IGNORED, None) if not layer.left_out]
+
+
 def on_slide(model: Any, pattern: str, dtype: torch.dtype) -> Any:
     """A copy of the model whose linear layers are slide's."""
     made = copy.deepcopy(model)
     if model.device.type == "cuda":
         quality.cast(made, torch.float16)  # slide takes no float32 there
-    for layer in find_linears(made, IGNORED, None):
+    for layer in pruned(made):
         n, element = SLIDE_PATTERNS.get(pattern, 0), SLIDE_ELEMENTS.index(dtype)
         packed = SlideWeight.from_dense(layer.module.weight.detach(), n, element)
         made.set_submodule(layer.name, macko.SparseLinear.from_packed(packed, layer.module.bias))
@@ -143,7 +148,7 @@ def main() -> None:
     last = (args.types or ["exact"])[-1]
     if not there(pattern="dense", values=last):
         judge_all(dense, "dense", "", 0)
-    cols = {layer.module.weight.shape[1] for layer in find_linears(dense, IGNORED, None)}
+    cols = {layer.module.weight.shape[1] for layer in pruned(dense)}
     for unit in args.units.split(","):
         for pattern in PATTERNS:
             if any(size % int(pattern.split(":")[1]) for size in cols):

@@ -7,20 +7,20 @@ namespace {
 
 constexpr int MAX_SPLITS = 8;
 
-// Blocks that share the k tiles of a tile, each of them 8 k tiles at least, where half of the GPU's slots, or fewer, would be
-// busy else.
+// Blocks that share the k tiles of a tile, each of them 8 k tiles at least, two of them 16, where half of the GPU's slots, or
+// fewer, would be busy else.
 int num_splits(int64_t tiles, int k_tiles, int most, int64_t slots) {
     int splits = 1;
-    while (splits < most && 2 * splits * tiles <= slots && k_tiles >= 16 * splits) splits *= 2;
+    while (splits < most && 2 * splits * tiles <= slots && k_tiles >= std::max(32, 16 * splits)) splits *= 2;
     return splits;
 }
 
-// The same for large tiles, `tiles` of them in the last wave, by a count in times of a k tile: the sums of a part take one to
-// be stored, and are added by a second launch.
+// The same for large tiles, `tiles` of them in the last wave, by a count in times of a k tile: a part's sums are stored, and
+// added by a second launch.
 int best_splits(int64_t tiles, int k_tiles, int most, int64_t slots) {
     const auto cost = [&](int splits) {
         const int64_t waves = ceil_div(tiles * splits, slots), part = ceil_div(k_tiles, splits);
-        return splits == 1 ? waves * part : waves * (part + 1) + 2 + tiles * splits / 40;
+        return splits == 1 ? waves * part : waves * (part + 1) + 3 + tiles * splits / 10;
     };
     int best = 1;
     for (int splits = 2; splits <= std::min(most, k_tiles / 2); splits++)
@@ -49,7 +49,8 @@ cudaError_t mma_launch(const macko_slide_gemm_args &args, const device_info &dev
     const int64_t tiles = (int64_t)common.row_tiles * common.token_tiles;
     // As many stages as leave an SM its blocks; a kilobyte of each is the driver's.
     const int shared = std::min(device.shared_bytes, device.shared_per_sm / TILE::BLOCKS_PER_SM - 1024);
-    task.stages = std::clamp((shared - TILE::END_BYTES) / TILE::STAGE_BYTES, TILE::MIN_STAGES, TILE::MAX_STAGES);
+    const bool early = mma_arrives_early<TILE>(device.major);
+    task.stages = std::clamp((shared - TILE::bytes(0)) / TILE::STAGE_BYTES, 2, early ? 5 : 4);
     const int bytes = TILE::bytes(task.stages);
     const int blocks_per_sm = std::clamp(device.shared_per_sm / (bytes + 1024), 1, TILE::BLOCKS_PER_SM);
     const int64_t slots = (int64_t)device.num_sms * blocks_per_sm;
@@ -92,7 +93,8 @@ cudaError_t mma_run_kind(slide_size size, const macko_slide_gemm_args &args, con
     case SLIDE_256x128:
         if constexpr (TYPE != MACKO_SLIDE_E4M3) {
             using TILE = mma_tile<TYPE, KIND, SLIDE_256x128>;
-            if (TILE::bytes(TILE::MIN_STAGES) <= device.shared_bytes) // dense ones are too large for 99 KB
+            const int stages = mma_arrives_early<TILE>(device.major) ? 4 : 2;
+            if (TILE::bytes(stages) <= device.shared_bytes) // two of a dense one are too large for 99 KB
                 return mma_launch<TYPE, KIND, SLIDE_256x128>(args, device, stream, asked);
         }
         [[fallthrough]];
@@ -115,7 +117,7 @@ slide_size mma_size(const macko_slide_gemm_args &args, int num_sms) {
     const auto enough = [&](int rows, int tokens, int splits) {
         return 2 * splits * ceil_div(shape.rows, rows) * ceil_div(args.tokens, tokens) >= num_sms;
     };
-    const int most = num_splits(0, (int)macko_slide_k_tiles(shape.cols, shape.n, shape.type), 4, 0);
+    const int most = std::clamp((int)macko_slide_k_tiles(shape.cols, shape.n, shape.type) / 8, 1, 4);
     return enough(256, 128, 1) ? SLIDE_256x128 : enough(128, 128, most) ? SLIDE_128x128 : SLIDE_64x64;
 }
 

@@ -5,9 +5,9 @@
 The whole int8 linear, from a bfloat16 x to a bfloat16 y, under load (benchmarks.slide.Sustained): "mma" is ours for
 other GPUs (as MACKO_COPY=cp_async), "wgmma" that of Hopper; "cusparselt" is our quantiser, cuSPARSELt's int32 product
 by the fastest algorithm of its own search, and one compiled kernel with scales and bias; "_int_mm" the same with
-torch's dense product. Besides "cusparselt product", its product alone. cuSPARSELt is found as torch has loaded it, and
-called by its C interface: torch's op makes a plan at each call. Its sums are compared with `_int_mm`'s of the same
-codes.
+torch's dense product. Besides "mma product" and "cusparselt product", their products alone. cuSPARSELt is found as
+torch has loaded it, and called by its C interface: torch's op makes a plan at each call. Its sums are compared with
+`_int_mm`'s of the same codes.
 
     python -m benchmarks.slide_mma OUT.jsonl --rate      times products of int8 in a loop in registers, nothing else
     python -m benchmarks.slide_mma OUT.jsonl --table     writes "slide" of macko/choose/times/<gpu>.json, from "wgmma"
@@ -247,10 +247,15 @@ def main() -> None:
                 n = SLIDE_PATTERNS.get(pattern, 0)
                 calls = [partial(ops.slide_linear, x, p, s, cols, n, torch.int8, bias) for p, s in held(pattern)]
                 sides[f"wgmma {pattern}"] = calls
-                sides[f"mma {pattern}"] = [partial(under, "copy=cp_async", call) for call in calls]
+                lifted, by_token = ops.slide_quant_fused(x, n, torch.int8)
+                alone = [
+                    partial(ops.slide_gemm, lifted, by_token, p, s, cols, n, torch.bfloat16, bias)
+                    for p, s in held(pattern)
+                ]
+                for side, its in {"mma": calls, "mma product": alone}.items():
+                    sides[f"{side} {pattern}"] = [partial(under, "copy=cp_async", call) for call in its]
                 if not n or not library:
                     continue
-                lifted, _ = ops.slide_quant_fused(x, n, torch.int8)
                 (expanded,), compressed = weights[f"expanded {pattern}"][0], held(f"cusparselt {pattern}")
                 multiply = library.product(rows, lifted.shape[1], tokens, compressed[0][0], lifted)
                 found[f"cusparselt {pattern}"] = library.found

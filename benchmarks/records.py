@@ -587,10 +587,10 @@ def slide_mma() -> Lines:
 
 
 def slide_quality() -> Lines:
-    """What all-MiniLM-L6-v2 keeps, by pattern, unit of the fit and values."""
-    lines = read(CPU / "slide_quality.jsonl", "pattern", "reconstruct", "values", what="quality", size="minilm")
+    """Perplexity of the language model, by pattern, whether it was fitted, and values."""
+    lines = read(H100 / "slide_quality.jsonl", "pattern", "reconstruct", "values", what="quality", size="40m")
     for line in lines:
-        line["unit"] = line["reconstruct"] or "one shot"
+        line["unit"] = "fitted" if line["reconstruct"] else "one shot"
     return wide(lines, "{pattern}", "{unit} {values}")
 
 

@@ -134,7 +134,11 @@ SLIDE_MMA = columns_of(
     ["mma dense", "mma 2:4", "mma 6:8", "cusparselt 2:4", "cusparselt 6:8", "_int_mm", "wgmma dense", "wgmma 2:4"],
     "{% us:.0f}",
 )
-SLIDE_QUALITY = columns_of("{pattern}", ["one shot exact", "one shot int8", "one shot fp8"], "{% cosine:.4f}")
+SLIDE_QUALITY = columns_of(
+    "{pattern}",
+    [f"{unit} {values}" for unit in ("one shot", "fitted") for values in ("exact", "int8", "fp8")],
+    "{% perplexity_ratio:.4f}",
+)
 
 
 EC_SIDES = (*records.EC_OTHERS, "paper, 4 bits", "no blocks, 4 bits", "8 lanes")

@@ -297,6 +297,13 @@ def test_experts_stay_dense_by_name(options: dict[str, Any], reason: str, packed
     assert len(sparse_of(model)) == packed
 
 
+def test_auto_leaves_experts_dense_where_slabs_are_slower_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("macko.nn.convert.slower_by_count", lambda device: "slower by count")
+    for format, left in (("auto", 4), ("tile", 0)):
+        report = macko.sparsify_(model_of("mixtral", zeros=0.6), format=format)
+        assert sum("slower by count" in row.reason for row in report) == left
+
+
 def test_experts_of_float32_and_those_packed_already_have_rows_that_say_so() -> None:
     model = model_of("mixtral", 0.6).float()
     with pytest.warns(UserWarning, match="changed none"):

@@ -282,7 +282,7 @@ TRANSFORMERS = Table(
     needs="1 step_ms",
 )
 LOADED = {f"{what} {model}" for what in ("save", "load") for model in ("dense", "sparse", "dense and convert")}
-LEFT_RIVALS = {"tile", "tile_alone", "sparse8_fp8_alone", "fp8_rows"}
+LEFT_RIVALS = {"tile", "tile_alone", "sparse8_fp8_alone", "fp8_rows", "fp8_rows_quant"}
 USUAL = {"mask": "uniform", "dtype": "float16"}
 #: By NAME: where the lines come from, and what is made of them; NO_LINES where there are none.
 PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
@@ -474,7 +474,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "sparsity": (records.sparsity, SPARSITY),
     "sparsity h100 where": (lambda: records.sparsity(H100), BRIEFLY),
     "sparsity h100": (lambda: records.sparsity(H100), SPARSITY),
-    "bench max": (lambda: records.bench_pairs("max", what="decode"), BENCH_SUMMARY),
+    "bench max": (
+        lambda: records.bench_pairs("max", what="decode"),
+        Table("1 token at a time | dense, ms | sparse, ms", "{stored} | {dense_ms:.2f} | {ms:.2f} ({gain:.2f}x)"),
+    ),
     "bench where": (lambda: records.bench(compile="default"), BRIEFLY),
     "bench logits": (
         records.logits,

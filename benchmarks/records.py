@@ -246,6 +246,16 @@ def experts() -> Lines:
     return wide(gains, "{model} {shape}", "{kernel} {batch}")
 
 
+def experts_generate() -> Lines:
+    """`generate` of a mixture in dense12, by how it is compiled, over the dense one; peaks in GB."""
+    lines = read(H100 / "bench.jsonl", "compile", "what", "batch", "model", source="random:qwen3-30b", ms=...)
+    for line in lines:
+        is_prompt = line["what"] == "prefill"
+        line["title"] = f"a prompt of {line['prompt_tokens']}" if is_prompt else f"{line['batch']} at once"
+        line["peak_gb"] = line["peak_bytes"] / 1e9
+    return wide(against(lines, {"model": "dense"}, "compile", "title"), "{title}", "{model} {compile}")
+
+
 def planes_load() -> Lines:
     """Seconds of reading models of so many blocks onto a GPU, from dense files and from packed ones."""
     lines = read(H100 / "planes.jsonl", "blocks", "step")
@@ -480,7 +490,9 @@ def engines_wide(folder: Path, name: str = "vllm", /, hidden: int = 4096, **only
 def engines_experts() -> Lines:
     """Mixtures: a row a model and a side, by the clock and by the time that the GPU is busy."""
     clock = [line for line in vllm(H100) if line["mixture"] and line["what"] in ("decode", "prefill") and line["ms"]]
-    busy = [line | {"ms": line["gpu_ms"], "by": ", GPU busy"} for line in clock if line.get("gpu_ms")]
+    # Not of ranks: a rank that waits for the others keeps its GPU busy.
+    one = [line for line in clock if line["ranks"] == 1]
+    busy = [line | {"ms": line["gpu_ms"], "by": ", GPU busy"} for line in one if line.get("gpu_ms")]
     key = ("mixture", "what", "dtype", "batch", "prompt_tokens", "ranks", "commit", "by")
     lines = against(clock + busy, {"model": "dense"}, *key)
     for line in lines:

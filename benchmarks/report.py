@@ -286,7 +286,7 @@ TRANSFORMERS = Table(
     needs="1 step_ms",
 )
 LOADED = {f"{what} {model}" for what in ("save", "load") for model in ("dense", "sparse", "dense and convert")}
-LEFT_RIVALS = {"tile", "tile_alone", "sparse8_fp8_alone", "fp8_rows"}
+LEFT_RIVALS = {"tile", "tile_alone", "sparse8_fp8_alone", "fp8_rows", "fp8_rows_quant"}
 USUAL = {"mask": "uniform", "dtype": "float16"}
 #: By NAME: where the lines come from, and what is made of them; NO_LINES where there are none.
 PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
@@ -392,6 +392,15 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{way} | {dense s_ms:.0f} | {packed s_ms:.0f} | {dense weights_peak_bytes:.2f} | "
               "{packed weights_peak_bytes:.2f}"),
     ),
+    "experts generate": (
+        records.experts_generate,
+        Table(
+            "decoding, ms | dense | dense12 | not compiled: dense | dense12 | peak, GB: dense | dense12",
+            "{title} | {dense default ms:.2f} | {dense12 default ms:.2f} ({dense12 default gain:.2f}x) "
+            "| {dense no ms:.2f} | {dense12 no ms:.2f} ({dense12 no gain:.2f}x) "
+            "| {dense default peak_gb:.1f} | {dense12 default peak_gb:.1f}",
+        ),
+    ),
     "one gpu where": (lambda: read(H100 / "one_gpu.jsonl"), WHERE),
     "one gpu": (
         records.one_gpu,
@@ -469,7 +478,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "sparsity": (records.sparsity, SPARSITY),
     "sparsity h100 where": (lambda: records.sparsity(H100), BRIEFLY),
     "sparsity h100": (lambda: records.sparsity(H100), SPARSITY),
-    "bench max": (lambda: records.bench_pairs("max", what="decode"), BENCH_SUMMARY),
+    "bench max": (
+        lambda: records.bench_pairs("max", what="decode"),
+        Table("1 token at a time | dense, ms | sparse, ms", "{stored} | {dense_ms:.2f} | {ms:.2f} ({gain:.2f}x)"),
+    ),
     "bench where": (lambda: records.bench(compile="default"), BRIEFLY),
     "bench logits": (
         records.logits,

@@ -297,6 +297,13 @@ def test_experts_stay_dense_by_name(options: dict[str, Any], reason: str, packed
     assert len(sparse_of(model)) == packed
 
 
+def test_auto_leaves_experts_dense_where_slabs_are_slower_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("macko.nn.convert.slower_by_count", lambda device: "slower by count")
+    for format, left in (("auto", 4), ("tile", 0)):
+        report = macko.sparsify_(model_of("mixtral", zeros=0.6), format=format)
+        assert sum("slower by count" in row.reason for row in report) == left
+
+
 def test_experts_of_float32_and_those_packed_already_have_rows_that_say_so() -> None:
     model = model_of("mixtral", 0.6).float()
     with pytest.warns(UserWarning, match="changed none"):
@@ -385,6 +392,25 @@ def test_routers_that_are_linear_layers_keep_every_bit(kind: str, name: str, tmp
         assert type(read.get_submodule(router).weight) is nn.Parameter
         assert read.get_submodule(router).weight.dtype == weight.dtype
         assert torch.equal(read.get_submodule(router).weight, weight)
+
+
+def test_routers_beside_experts_that_are_modules_or_count_more_are_left() -> None:
+    """Of Switch and NLLB experts are a dictionary of layers; of LongCat one stack counts experts without weights."""
+    from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashConfig, LongcatFlashMoE
+    from transformers.models.switch_transformers import modeling_switch_transformers as switch
+
+    longcat = LongcatFlashConfig(
+        hidden_size=32, expert_ffn_hidden_size=16, n_routed_experts=6, zero_expert_num=2, num_experts_per_tok=2
+    )
+    several = switch.SwitchTransformersConfig(d_model=32, d_ff=48, num_experts=4)
+    model = nn.ModuleDict({"a": LongcatFlashMoE(longcat), "b": switch.SwitchTransformersSparseMLP(several)}).bfloat16()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    rows = {row.name: row.reason for row in macko.prune_(model, 0.5, progress=False)}
+    for router in ("a.router.classifier", "b.router.classifier"):
+        assert "chooses experts" in rows[router]
+        assert bool(model.get_submodule(router).weight.all())
+    assert not rows["b.experts.expert_0.wi"]
 
 
 def test_layers_as_narrow_as_a_router_are_none_in_other_places() -> None:

@@ -33,7 +33,7 @@ const Tensor &matrix_of(const char *op, const Packed &p) {
     return p[0];
 }
 Made lay_out(const Packed &p, const Ints &) {
-    return {{flipped(canonical_layout.dense(p, true), 0)}, {11, p.rows(), p.cols(), p.number(0)}};
+    return {{flipped(canonical_layout.dense(p, true), 0)}, {63, p.rows(), p.cols(), p.number(0)}};
 }
 Tensor dense(const Packed &p, bool) { return flipped(matrix_of("dense", p), 0); }
 Tensor check(const Packed &p) {
@@ -53,7 +53,7 @@ Tensor linear(const Packed &p, const Tensor &x, const std::optional<Tensor> &bia
     return flipped(dense_linear(x, t, bias), -1);
 }
 } // namespace
-const Registered toy_layout({.name = "toy", .number = 11, .tensors = 1, .numbers = 1,
+const Registered toy_layout({.name = "toy", .number = 63, .tensors = 1, .numbers = 1,
                              .lay_out = lay_out, .dense = dense, .check = check, .linear = linear});
 } // namespace macko
 """
@@ -117,42 +117,6 @@ with pytest.raises(ValueError, match=r"not a toy weight: .*reversed has shape \[
     dataclasses.replace(layer.packed, reversed=broken[1:]).validate()
 with FakeTensorMode(), pytest.raises(NotImplementedError, match="lay_out: .* layout toy"):
     Toy.from_macko(MackoWeight.zeros(2, 3, torch.float32))
-"""
-
-#: The codec's class; its folder is tests/toy16.
-CODEC_CLASS = """import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
-import torch
-from torch import Tensor
-from typing_extensions import Self
-from .slab import AT, SlabWeight
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Toy16Weight(SlabWeight):
-    format: ClassVar[str] = "toy16"
-    of_dense: ClassVar[bool] = True
-    saved_dense: ClassVar[bool] = True
-    any_weight: ClassVar[bool] = True
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
-    counted: ClassVar[tuple[str, ...]] = ()
-    faults: ClassVar[Mapping[int, str]] = {1: f"{AT}: element {{found}} is outside of the matrix and not 0"}
-    data: Tensor
-    rows: int
-    cols: int
-
-    @classmethod
-    def from_dense(cls, w: Tensor) -> Self:
-        cls._check_dtype(w.dtype)
-        tensors, header = torch.ops.macko.pack(w, cls.number, [])
-        return cls(*tensors, *header.tolist()[1:])
-
-    def _options(self) -> dict[str, int]:
-        return {}
-
-    def _values(self) -> Tensor:
-        return self.to_dense()
-
 """
 
 USE_CODEC = r"""
@@ -223,7 +187,7 @@ def test_a_new_layout_is_a_file_and_a_class(tmp_path: Path) -> None:
     (tmp_path / "use.py").write_text(USE)
     run(tmp_path, *BUILD)
     run(tmp_path, "use.py")
-    (tmp_path / "csrc/toy/ops.cpp").write_text(OPS.replace(".number = 11", ".number = 9"))
+    (tmp_path / "csrc/toy/ops.cpp").write_text(OPS.replace(".number = 63", ".number = 9"))
     run(tmp_path, *BUILD)
     with pytest.raises(AssertionError, match=r"ImportError: .*the number of the layout (toy|sparse8) is another one's"):
         run(tmp_path, "-c", "import macko")
@@ -232,7 +196,7 @@ def test_a_new_layout_is_a_file_and_a_class(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_new_codec_is_a_folder_and_a_class(tmp_path: Path) -> None:
     """The kernels of slabs multiply it: where there is nvcc they are compiled, where there is a GPU too they run."""
-    copy_of_source(tmp_path, CODEC_CLASS, "toy16")
+    copy_of_source(tmp_path, (ROOT / "tests/toy16/toy16.py").read_text(), "toy16")
     shutil.copytree(ROOT / "tests/toy16", tmp_path / "csrc/codecs/toy16")
     (tmp_path / "use.py").write_text(USE_CODEC)
     nvcc = shutil.which("nvcc")

@@ -204,6 +204,7 @@ def test_what_tile_gains_where_nobody_measured_is_counted(
     w = torch.empty(1024, 1024, dtype=torch.bfloat16)
     gained = not choose.not_dense12(w, torch.device("cuda"), 8)
     assert gained == (capability[0] != 10)
+    assert bool(choose.slower_by_count(torch.device("cuda"))) == (capability[0] == 10)  # what experts go by
 
 
 def test_clocks_that_are_counted_with_are_those_that_were_measured() -> None:

@@ -7,7 +7,7 @@
 //                  waits for each product
 //     SCALED       whether sums are to be multiplied with constants.scales[row] * FOLD
 //     BASE         byte of a slab to which the readers' addresses refer
-//     LEAST_BYTES  of a slab
+//     LEAST_BYTES  of a slab, where they differ
 //     FOLD         a power of two that a SCALED codec leaves out of what it decodes
 //     HALVES_TO    tokens up to which a warp takes two tiles of every other slab (few_kernel.cuh), 0: never. Else also:
 //     half_reader  as few_reader, but tiles 0 and 1 that it is asked for are neighbours in a slab

@@ -278,9 +278,8 @@ def not_dense12(weight: Tensor, device: torch.device | None, tokens: int | None 
         return f"dense12 is for bfloat16 and float16, it is {str(weight.dtype).removeprefix('torch.')}"
     if device is not None and (device.type != "cuda" or _library.slab_kernels(device)[0] == "none"):
         return f"dense12 is for GPUs of compute capability 8.0 and newer, it is on {device}"
-    if device is not None and not gains_by_slabs(device, Dense12Weight.format, tokens):
-        many = f"{tokens} tokens" if tokens else "a token"
-        return f"dense12 is slower than dense on {torch.cuda.get_device_name(device)} by count, {many} at once"
+    if device is not None and (reason := slower_by_count(device, Dense12Weight.format, tokens)):
+        return reason
     if weight.numel() < DENSE12_WEIGHTS:
         return f"under {DENSE12_WEIGHTS} weights dense12 would not pay"
     return ""
@@ -325,6 +324,14 @@ def gains_by_slabs(device: torch.device, format: str = TileWeight.format, tokens
     """
     kernels, _ = _library.slab_kernels(device)
     return kernels == "wgmma" or (kernels != "none" and counted.gain(format, 0.5, tokens or 1, device) >= 1)
+
+
+def slower_by_count(device: torch.device, format: str = TileWeight.format, tokens: int | None = None) -> str:
+    """Why weights in slabs would not gain on a GPU, or nothing."""
+    if device.type != "cuda" or gains_by_slabs(device, format, tokens):
+        return ""
+    many = f"{tokens} tokens" if tokens else "a token"
+    return f"{format} is slower than dense on {torch.cuda.get_device_name(device)} by count, {many} at once"
 
 
 def multiplies_codes(device: torch.device, tokens: int) -> bool:

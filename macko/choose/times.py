@@ -1,7 +1,8 @@
 """How long a layer takes in each format on a GPU or a CPU: measured times, and a model for what nobody measured.
 
-A table is a JSON file. `macko/times/<gpu>.json` are shipped; `$XDG_CACHE_HOME/macko/<gpu>.json` is the user's own, made
-by `macko tune` or macko.autotune, and counts first. A CPU's is that of its vector path, "cpu avx512" or "cpu avx2":
+A table is a JSON file. `macko/choose/times/<gpu>.json` are shipped; `$XDG_CACHE_HOME/macko/<gpu>.json` is the user's
+own, made by `macko tune` or macko.autotune, and counts first. A CPU's is that of its vector path, "cpu avx512" or
+"cpu avx2":
 
     {"version": 2, "gpu": "NVIDIA H200", "bandwidth_gbps": 4814, "slide": [
         {"rows": 3584, "cols": 18944, "dtype": "int8", "pattern": "2:4", "gain": {"1": 1.37, "2048": 1.46}}

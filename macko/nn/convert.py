@@ -24,6 +24,7 @@ from ..choose.auto import (
     expected_us,
     not_dense12,
     pack,
+    slower_by_count,
     sparse11_note,
     us_of,
     worst_of,
@@ -433,6 +434,9 @@ def stack_of(w: Tensor, row: LayerReport, options: Options, min_sparsity: float)
     row.density = density_of(w.reshape(-1, w.shape[2]))
     if row.density is not None and 1 - row.density < min_sparsity and not options.any_zeros:
         row.reason = f"under {min_sparsity:.0%} sparse it would not pay"
+        return None
+    if options.again and not options.in_bytes and (reason := slower_by_count(w.device)):
+        row.reason = reason
         return None
     try:
         stack = Stack.from_dense(w, options)

@@ -177,17 +177,19 @@ def _routers(model: nn.Module) -> set[int]:
     """
     routers: set[int] = set()
     for name, module in model.named_modules():
-        weights = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
-        holds = isinstance(module, OwnExperts) or any(p.dim() == 3 for p in weights)
-        count = getattr(module, "num_experts", None)
-        block = name.rpartition(".")[0]
-        if block and isinstance(count, int) and holds:
+        block, _, own = name.rpartition(".")
+        stacks = {p.shape[0] for p in module._parameters.values() if p is not None and not is_lazy(p) and p.dim() == 3}
+        several = {len(module)} if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in own else set()
+        counts = {n for n in (getattr(module, "num_experts", None),) if isinstance(n, int)} | several
+        if "expert" in own:
+            counts |= stacks  # of which one may count experts that compute nothing (LongCat)
+        if block and counts and (isinstance(module, OwnExperts) or stacks or several):
             beside = [child for child in model.get_submodule(block).children() if child is not module]
             alone = [[m for m in child.modules() if isinstance(m, nn.Linear)] for child in beside]
             direct = [child for child in beside if isinstance(child, nn.Linear)]
             for layers in (direct, *(found for found in alone if len(found) == 1 and found[0] not in direct)):
                 taken = {layer.in_features for layer in layers}
-                routers |= {id(m) for m in layers if m.out_features in {1, count} - taken}
+                routers |= {id(m) for m in layers if m.out_features in {1, *counts} - taken}
     return routers
 
 

@@ -264,7 +264,7 @@ class PackedWeight:
         return torch.ops.macko.linear_parts(x, *self.packed, part_rows)
 
     def validate(self) -> None:
-        """Checks every rule of the format, once: a layout of a GPU on the CPU, what runs on both where it is.
+        """Checks every rule of the format, once, where the tensors are.
 
         Raises:
             ValueError: a rule is broken; names the place and what is wrong with it.

@@ -46,6 +46,6 @@ Made pack(const Tensor &w_any, const Ints &) {
 } // namespace
 
 const Registered
-    toy16_layout(slab_layout<Toy16>({.name = "toy16", .number = 11, .tensors = 1, .numbers = 0, .pack = pack}));
+    toy16_layout(slab_layout<Toy16>({.name = "toy16", .number = 63, .tensors = 1, .numbers = 0, .pack = pack}));
 
 } // namespace macko

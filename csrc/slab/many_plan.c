@@ -184,12 +184,13 @@ static int64_t split_percent(const macko_slab_many_problem *p, int clusters) {
     return bytes_of_tokens(p) > 40 << 20 ? 155 : 101 + clusters / 2;
 }
 
-/* Deals to groups of clusters alike, of `first` to `last` tiles each. INT64_MAX where that is not before the best plan. */
+/* Deals to groups of clusters alike, of `first` to `last` tiles each, which the raster follows. INT64_MAX where that is not
+ * before the best plan. */
 static int64_t deal_groups(const search *best, const split_work *s, int first, int last, macko_slab_schedule *found) {
     int64_t least = best->least;
     for (int tiles = first; tiles <= min_of(last, s->tiles); tiles++) {
         const int clusters = s->clusters / (int)divide_up(s->tiles, tiles);
-        if (!clusters) continue;
+        if (!clusters || (tiles > found->row_tiles && tiles % found->row_tiles)) continue;
         split_work group = {tiles, clusters, s->half_slabs, s->split_k, s->whole, s->clocks};
         if (tiles > 1) group.clocks.half_slab = s->clocks.half_slab * split_percent(best->problem, clusters) / 100;
         int shares[MACKO_SLAB_MOST_CLUSTERS + 1];

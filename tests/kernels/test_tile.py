@@ -275,6 +275,7 @@ static int check_plan(const macko_slab_many_problem *p, const macko_slab_many_pl
     const int64_t partials = (int64_t)s->clusters * 2 * plan->shape.row_blocks * macko_slab_partial_bytes(plan->shape);
     const int64_t flags = macko_slab_many_flag_bytes(plan->shape, s->clusters);
     EXPECT(24, plan->workspace_bytes == (s->split ? flags + partials : 0));
+    EXPECT(28, s->raster_rows == RASTER_ROWS || s->raster_rows <= s->row_tiles || s->raster_rows % s->row_tiles == 0);
     uint8_t *covered = calloc(1, (size_t)count), *placed = calloc(1, (size_t)tiles);
     for (int block = 0; !rule && block < s->clusters * 2; block++)
         rule = check_block(plan, block, covered, given, taken);

@@ -132,12 +132,12 @@ lint: $(TOOLS) ## ruff, mypy and clang-format: nothing is changed (make format d
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run --Werror $$(find csrc contrib tests/toy16 -type f)
+	$(PY) -c 'from clang_format import clang_format; clang_format()' --dry-run --Werror $$(find csrc contrib tests/toy16 -type f ! -name '*.py')
 
 format: $(TOOLS) ## what make lint finds in the form of Python, C and CUDA, mended
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(PY) -c 'from clang_format import clang_format; clang_format()' -i $$(find csrc contrib tests/toy16 -type f)
+	$(PY) -c 'from clang_format import clang_format; clang_format()' -i $$(find csrc contrib tests/toy16 -type f ! -name '*.py')
 
 wheel: $(ENV) ## dist/macko-*.whl for every Python >= 3.10
 	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .

@@ -395,7 +395,7 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "experts generate": (
         records.experts_generate,
         Table(
-            "decoding, ms | dense | dense12 | not compiled: dense | dense12 | peak, GB: dense | dense12",
+            "ms | dense | dense12 | not compiled: dense | dense12 | peak, GB: dense | dense12",
             "{title} | {dense default ms:.2f} | {dense12 default ms:.2f} ({dense12 default gain:.2f}x) "
             "| {dense no ms:.2f} | {dense12 no ms:.2f} ({dense12 no gain:.2f}x) "
             "| {dense default peak_gb:.1f} | {dense12 default peak_gb:.1f}",

@@ -169,16 +169,18 @@ def measure(side: str, args: argparse.Namespace, pipe: Any) -> None:
     about: dict[str, Any] = {"model": args.model, "layers": args.layers, "side": side, "chosen": ours and args.chosen}
     about |= {"tp": args.tp, "engine_args": args.engine_args}
     about |= {"vllm": vllm.__version__, "start_s": round(time.perf_counter() - start, 1)}
-    about["said"] = list(dict.fromkeys(text for texts in llm.apply_model(said) for text in texts))
     about |= {"step": args.step, "bytes": max(size for size, _ in llm.apply_model(engines.bytes_and_seconds))}
     on_gpu = torch.cuda.is_available()
 
     def run(prompts: int, length: int, new: int) -> Callable[[], None]:
         return lambda: engines.generate(llm, prompts, length, new)
 
+    def heard() -> list[str]:
+        return list(dict.fromkeys(text for texts in llm.apply_model(said) for text in texts))
+
     def send(what: str, count: int, seconds: float | None, gpu: float | None) -> None:
         ms, gpu_ms = (None if each is None else each * 1e3 for each in (seconds, gpu))
-        pipe.send({"what": what, "tokens": count, "ms": ms, "gpu_ms": gpu_ms, **about})
+        pipe.send({"what": what, "tokens": count, "ms": ms, "gpu_ms": gpu_ms, "said": heard(), **about})
 
     for tokens in args.prefill:
         call = run(max(1, tokens // PROMPT), min(tokens, PROMPT), 1)
@@ -189,7 +191,8 @@ def measure(side: str, args: argparse.Namespace, pipe: Any) -> None:
         gpu = engines.gpu_difference(llm, longer, shorter)
         send("decode", count, None if seconds is None else seconds / NEW, None if gpu is None else gpu / NEW)
     found = engines.generate(llm, 4, SHORT, NEW)
-    pipe.send({"what": "tokens", "token_ids": [list(each.outputs[0].token_ids) for each in found], **about})
+    ids = [list(each.outputs[0].token_ids) for each in found]
+    pipe.send({"what": "tokens", "token_ids": ids, "said": heard(), **about})
 
 
 def main() -> None:

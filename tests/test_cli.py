@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import macko
 from macko.choose.patterns import PATTERNS, matching_patterns, pattern_names
@@ -809,6 +810,27 @@ def test_bench_measures_again_where_noise_is_as_large_as_the_difference(monkeypa
     assert difference([[16, 17, 18], [10, 10, 10]], [[15, 15, 16], [15, 15, 15]]) is not None  # under zero at first
     assert difference([[1, 9, 9]] * 4, [[2, 9, 9]] * 4) is None
     assert difference([[5, 5, 5]] * 4, [[5, 5, 5]] * 4) is None
+
+
+def test_a_rank_is_profiled_anew_after_a_call_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    class Profile:
+        busy = 2e6
+
+        def __init__(self, activities: Any) -> None:
+            self.start, self.stop = lambda: started.append(self), lambda: None
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(engines.runs, "gpu_events", lambda profile: profile)
+    monkeypatch.setattr(engines.runs, "busy_us", lambda profile: profile.busy)
+    llm = SimpleNamespace(apply_model=lambda function: [function(nn.Identity())])
+    with pytest.raises(ZeroDivisionError):
+        engines.gpu_seconds(llm, lambda: 1 / 0)
+    assert engines.gpu_seconds(llm, lambda: None) == 2
+    assert len(set(map(id, started))) == len(started) == 2
 
 
 def test_bench_says_loudly_where_outputs_are_wrong() -> None:

@@ -395,7 +395,9 @@ def test_routers_that_are_linear_layers_keep_every_bit(kind: str, name: str, tmp
 
 
 def test_routers_beside_experts_that_are_modules_or_count_more_are_left() -> None:
-    """Of Switch and NLLB experts are a dictionary of layers; of LongCat one stack counts experts without weights."""
+    """Of Switch and NLLB experts are a dictionary of layers; of LongCat one stack counts experts without weights; of
+    DBRX they are a level below."""
+    from transformers.models.dbrx import modeling_dbrx as dbrx
     from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashConfig, LongcatFlashMoE
     from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
@@ -403,14 +405,33 @@ def test_routers_beside_experts_that_are_modules_or_count_more_are_left() -> Non
         hidden_size=32, expert_ffn_hidden_size=16, n_routed_experts=6, zero_expert_num=2, num_experts_per_tok=2
     )
     several = switch.SwitchTransformersConfig(d_model=32, d_ff=48, num_experts=4)
-    model = nn.ModuleDict({"a": LongcatFlashMoE(longcat), "b": switch.SwitchTransformersSparseMLP(several)}).bfloat16()
+    of_dbrx = dbrx.DbrxConfig(ffn_config={"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4})
+    blocks = {
+        "a": LongcatFlashMoE(longcat),
+        "b": switch.SwitchTransformersSparseMLP(several),
+        "c": dbrx.DbrxFFN(of_dbrx),
+    }
+    model = nn.ModuleDict(blocks).bfloat16()
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     rows = {row.name: row.reason for row in macko.prune_(model, 0.5, progress=False)}
-    for router in ("a.router.classifier", "b.router.classifier"):
+    for router in ("a.router.classifier", "b.router.classifier", "c.router.layer"):
         assert "chooses experts" in rows[router]
         assert bool(model.get_submodule(router).weight.all())
     assert not rows["b.experts.expert_0.wi"]
+
+
+def test_what_an_expert_is_called_alone_makes_no_router() -> None:
+    """A convolution's weight has three dimensions as a stack has, and so has a table of positions."""
+    block = nn.Module()
+    block.expert_experts = nn.Conv1d(64, 32, 3)
+    block.expert_layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+    block.proj, block.value = nn.Linear(96, 32), nn.Linear(64, 12)
+    block.action_experts = nn.Module()
+    block.action_experts.positions = nn.Parameter(torch.randn(1, 7, 64))
+    model = nn.ModuleDict({"block": block})
+    left = [row.name for row in macko.prune_(model, 0.5, progress=False) if "chooses experts" in row.reason]
+    assert left == []
 
 
 def test_layers_as_narrow_as_a_router_are_none_in_other_places() -> None:

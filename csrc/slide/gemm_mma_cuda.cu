@@ -48,11 +48,14 @@ cudaError_t mma_launch(const macko_slide_gemm_args &args, const device_info &dev
         (int)ceil_div(task.token_bytes, MACKO_SLIDE_TILE_BYTES); // packed is one more in some cases, of zeros
     const int64_t tiles = (int64_t)common.row_tiles * common.token_tiles;
     // As many stages as leave an SM its blocks; a kilobyte of each is the driver's.
-    const int shared = std::min(device.shared_bytes, device.shared_per_sm / TILE::BLOCKS_PER_SM - 1024);
+    const int most = ring_shared_bytes(device), per_sm = std::min(device.shared_per_sm, most + 1024);
+    const int shared = std::min(most, per_sm / TILE::BLOCKS_PER_SM - 1024);
+    static_assert(TILE::bytes(2) <= 99 << 10 || (TILE::ROWS == 256 && KIND == SLIDE_DENSE));
+    static_assert(TILE::ROWS != 256 || TILE::bytes(4) <= 227 << 10);
     const bool early = mma_arrives_early<TILE>(device.major);
     task.stages = std::clamp((shared - TILE::bytes(0)) / TILE::STAGE_BYTES, 2, early ? 5 : 4);
     const int bytes = TILE::bytes(task.stages);
-    const int blocks_per_sm = std::clamp(device.shared_per_sm / (bytes + 1024), 1, TILE::BLOCKS_PER_SM);
+    const int blocks_per_sm = std::clamp(per_sm / (bytes + 1024), 1, TILE::BLOCKS_PER_SM);
     const int64_t slots = (int64_t)device.num_sms * blocks_per_sm;
     // Of the last wave; not for few tokens, where the weights' bytes are the time, whichever block reads them.
     const int64_t last = TILE::TOKENS > 64 || tiles < slots ? tiles % slots : 0;
@@ -65,7 +68,7 @@ cudaError_t mma_launch(const macko_slide_gemm_args &args, const device_info &dev
     }
     if (!args.workspace) common.splits = 1;
     task.partial = args.workspace;
-    if (tiles + slots > INT32_MAX) return cudaErrorInvalidValue;
+    if (tiles + MAX_SPLITS * slots > INT32_MAX) return cudaErrorInvalidValue;
     task.split = common.splits > 1 ? (int)last : 0, task.whole = (int)tiles - task.split;
     common.num_tiles = task.whole + task.split * common.splits;
     if (TYPE == MACKO_SLIDE_E4M3) { // what runs may be compiled for an earlier GPU than this one
@@ -94,7 +97,7 @@ cudaError_t mma_run_kind(slide_size size, const macko_slide_gemm_args &args, con
         if constexpr (TYPE != MACKO_SLIDE_E4M3) {
             using TILE = mma_tile<TYPE, KIND, SLIDE_256x128>;
             const int stages = mma_arrives_early<TILE>(device.major) ? 4 : 2;
-            if (TILE::bytes(stages) <= device.shared_bytes) // two of a dense one are too large for 99 KB
+            if (TILE::bytes(stages) <= ring_shared_bytes(device)) // two of a dense one are too large for 99 KB
                 return mma_launch<TYPE, KIND, SLIDE_256x128>(args, device, stream, asked);
         }
         [[fallthrough]];
@@ -126,8 +129,6 @@ slide_size mma_size(const macko_slide_gemm_args &args, int num_sms) {
 cudaError_t slide_run_mma(slide_kind kind, const macko_slide_gemm_args &args, cudaStream_t stream, int64_t *asked) {
     device_info device;
     if (const cudaError_t status = current_device(&device)) return status;
-    device.shared_bytes = ring_shared_bytes(device);
-    device.shared_per_sm = std::min(device.shared_per_sm, device.shared_bytes + 1024);
     const slide_size size = mma_size(args, device.num_sms);
     switch (args.weight.shape.type) {
     case MACKO_SLIDE_S8: return mma_run<MACKO_SLIDE_S8>(kind, size, args, device, stream, asked);

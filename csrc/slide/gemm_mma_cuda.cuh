@@ -5,7 +5,8 @@
 //     block     | warp: WARP_ROWS x WARP_TOKENS of the tile, in m16n8 products: slices of 16 rows x octets of tokens |
 //     stage     | tokens, TOKENS x 128 bytes, 128-byte swizzle | weights, BLOCKS tiles as packed |  cp.async by all threads
 //     k tile    all steps but one: products, ldmatrix of the step behind | stage k + 1 is there, k is read: __syncthreads, or
-//               a barrier in two halves | fetch k + STAGES | last step: products, ldmatrix of the first step of stage k + 1
+//               a barrier in two halves | fetch k + STAGES, with two halves one less | last step: products, ldmatrix of the
+//               first step of stage k + 1
 //     end       scale, round, transpose (movmatrix), through 16 tokens of shared memory a warp, 16 bytes a lane to out;
 //               meanwhile the first stages of the next unit are on their way
 //
@@ -60,8 +61,8 @@ struct mma_task {
 };
 
 // Whether a stage's barrier is in two halves, where a block has an SM to itself: each warp arrives before its first step and
-// waits before its last (H100, 4096 tokens: 7 % faster). A stage then is free a k tile later, so four are needed, which 99 KB
-// have no room for. Before 9.0 an arrival is a fence and ten instructions.
+// waits before its last: faster on an H100. A stage then is free a k tile later, so a fetch is in flight with four, which
+// 99 KB have no room for. Before 9.0 an arrival is a fence and ten instructions.
 template <class TILE>
 __host__ __device__ constexpr bool mma_arrives_early(int major) {
     return TILE::ROWS == 256 && major >= 9 && major < 12;

@@ -330,6 +330,9 @@ def slower_by_count(device: torch.device, format: str = TileWeight.format, token
     """Why weights in slabs would not gain on a GPU, or nothing."""
     if device.type != "cuda" or gains_by_slabs(device, format, tokens):
         return ""
+    if _library.slab_kernels(device)[0] == "none":
+        gpu = torch.cuda.get_device_name(device)
+        return f"{format} is for GPUs of compute capability 8.0 and newer, it is on {gpu}"
     many = f"{tokens} tokens" if tokens else "a token"
     return f"{format} is slower than dense on {torch.cuda.get_device_name(device)} by count, {many} at once"
 

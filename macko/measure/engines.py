@@ -299,7 +299,7 @@ _profile: list[Any] = []
 
 
 def _start_profile(_model: nn.Module) -> None:
-    _profile.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]))
+    _profile[:] = [torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])]
     _profile[0].start()
 
 

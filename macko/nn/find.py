@@ -178,12 +178,16 @@ def _routers(model: nn.Module) -> set[int]:
     routers: set[int] = set()
     for name, module in model.named_modules():
         block, _, own = name.rpartition(".")
-        stacks = {p.shape[0] for p in module._parameters.values() if p is not None and not is_lazy(p) and p.dim() == 3}
-        several = {len(module)} if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in own else set()
-        counts = {n for n in (getattr(module, "num_experts", None),) if isinstance(n, int)} | several
-        if "expert" in own:
+        held = () if isinstance(module, nn.modules.conv._ConvNd) else module._parameters.values()
+        stacks = {p.shape[0] for p in held if p is not None and not is_lazy(p) and p.dim() == 3} - {1}
+        is_named = own.endswith("experts")
+        several = {len(module)} if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and is_named else set()
+        said = {n for n in (getattr(module, "num_experts", None),) if isinstance(n, int)}
+        counts = said | several
+        if is_named:
             counts |= stacks  # of which one may count experts that compute nothing (LongCat)
-        if block and counts and (isinstance(module, OwnExperts) or stacks or several):
+        holds = isinstance(module, OwnExperts) or stacks or several or (said and is_named)  # the last: DBRX
+        if block and counts and holds:
             beside = [child for child in model.get_submodule(block).children() if child is not module]
             alone = [[m for m in child.modules() if isinstance(m, nn.Linear)] for child in beside]
             direct = [child for child in beside if isinstance(child, nn.Linear)]

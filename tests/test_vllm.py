@@ -209,8 +209,9 @@ def test_two_ranks_of_slide_have_the_codes_of_one(run: Callable[..., Any], slide
 
 @pytest.mark.parametrize("case", ["dense", "packed"])
 def test_two_ranks_have_their_rows_and_columns(run: Callable[..., Any], case: str) -> None:
+    """What a rank's product rounds away is added up, so sums in another order may part sequences at near ties."""
     options = {"quantization": "macko"} if case == "dense" else {}
-    assert_same(run(case, tensor_parallel_size=2, **options), run("dense", tensor_parallel_size=2))
+    assert_same(run(case, tensor_parallel_size=2, **options), run("dense", tensor_parallel_size=2), rounding=True)
 
 
 def test_compiled(run: Callable[..., Any]) -> None:

@@ -298,7 +298,7 @@ def test_experts_stay_dense_by_name(options: dict[str, Any], reason: str, packed
 
 
 def test_auto_leaves_experts_dense_where_slabs_are_slower_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("macko.nn.convert.slower_by_count", lambda device: "slower by count")
+    monkeypatch.setattr("macko.nn.experts.slower_by_count", lambda device: "slower by count")
     for format, left in (("auto", 4), ("tile", 0)):
         report = macko.sparsify_(model_of("mixtral", zeros=0.6), format=format)
         assert sum("slower by count" in row.reason for row in report) == left

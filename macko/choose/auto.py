@@ -276,7 +276,7 @@ def not_dense12(weight: Tensor, device: torch.device | None, tokens: int | None 
         device = torch.device("cuda")
     if weight.dtype not in Dense12Weight.dtypes:
         return f"dense12 is for bfloat16 and float16, it is {str(weight.dtype).removeprefix('torch.')}"
-    if device is not None and (device.type != "cuda" or _library.slab_kernels(device)[0] == "none"):
+    if device is not None and device.type != "cuda":
         return f"dense12 is for GPUs of compute capability 8.0 and newer, it is on {device}"
     if device is not None and (reason := slower_by_count(device, Dense12Weight.format, tokens)):
         return reason

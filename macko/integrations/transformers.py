@@ -395,7 +395,9 @@ class MackoHfQuantizer(HfQuantizer):
         options = config.options
         row.reason = (left.reason if left else "") or not_stacked(options)
         w = w if row.reason or packing is None else w.to(packing.device)
-        row.reason = row.reason or unsupported(w.dtype, w.device) or options.not_on(w.device)
+        row.reason = (
+            row.reason or not_stacked(options, w.device) or unsupported(w.dtype, w.device) or options.not_on(w.device)
+        )
         stack: Stack | None = None if row.reason else stack_of(w, row, options, config.min_sparsity)
         if stack is not None and packing is not None:
             mapped = packing.on_disk(stack.packed.tensors())

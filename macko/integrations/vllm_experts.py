@@ -29,7 +29,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, Unquantized
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 
-from ..choose.auto import gains_by_slabs, slower_by_count
+from ..choose.auto import gains_by_slabs
 from ..choose.options import Options
 from ..choose.patterns import density_of
 from ..nn.experts import PROJECTIONS, PackedStack, Stack, not_stacked
@@ -197,9 +197,7 @@ class ArrivingExperts(OfLayer, FusedMoEMethodBase):
     def _stack(self, w: Tensor) -> Stack:
         """[experts, rows, cols] packed. ValueError where they stay dense."""
         options = self.run_on(w.device, self.options)
-        if reason := unsupported(w.dtype, w.device) or not_stacked(options):
-            raise ValueError(reason)
-        if options.again and not options.in_bytes and (reason := slower_by_count(w.device)):
+        if reason := unsupported(w.dtype, w.device) or not_stacked(options, w.device):
             raise ValueError(reason)
         return stack_of(w, options, self.least)
 

@@ -24,7 +24,6 @@ from ..choose.auto import (
     expected_us,
     not_dense12,
     pack,
-    slower_by_count,
     sparse11_note,
     us_of,
     worst_of,
@@ -409,7 +408,7 @@ def convert_experts(
         rows.append(row)
         target = device or w.device
         row.reason = found.left_out or _experts_out_of_reach(module, key) or ""
-        row.reason = row.reason or _why_not(parameter, row.name, options, target, tied) or not_stacked(options)  # type: ignore[arg-type]
+        row.reason = row.reason or _why_not(parameter, row.name, options, target, tied) or not_stacked(options, target)  # type: ignore[arg-type]
         if row.reason or any(other.reason for other in rows):
             continue
         stacks[key] = stack_of(w.to(target), row, options, min_sparsity)
@@ -434,9 +433,6 @@ def stack_of(w: Tensor, row: LayerReport, options: Options, min_sparsity: float)
     row.density = density_of(w.reshape(-1, w.shape[2]))
     if row.density is not None and 1 - row.density < min_sparsity and not options.any_zeros:
         row.reason = f"under {min_sparsity:.0%} sparse it would not pay"
-        return None
-    if options.again and not options.in_bytes and (reason := slower_by_count(w.device)):
-        row.reason = reason
         return None
     try:
         stack = Stack.from_dense(w, options)

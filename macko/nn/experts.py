@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..choose.auto import sparse11_of, too_many_listed
+from ..choose.auto import slower_by_count, sparse11_of, too_many_listed
 from ..choose.options import Options
 from ..ops import expert_order, expert_sum, gated_experts, linear_experts
 from ..weights import FORMATS, MackoWeight, PackedWeight, TileWeight
@@ -140,9 +140,10 @@ class Stack:
         return self.packed.to_dense().view(self.experts, self.filled_rows, self.packed.cols)[:, : self.rows]
 
 
-def not_stacked(options: Options) -> str:
-    """Why experts are not packed in this format, or nothing."""
-    return ROUNDED_EXPERTS if options.in_bytes else not_a_stack(options.format)
+def not_stacked(options: Options, device: torch.device | None = None) -> str:
+    """Why experts are not packed in this format, or by "auto" not on this device, or nothing."""
+    reason = ROUNDED_EXPERTS if options.in_bytes else not_a_stack(options.format)
+    return reason or (slower_by_count(device) if device and options.again else "")
 
 
 def _pack(w: Tensor, options: Options) -> PackedWeight:

@@ -181,13 +181,11 @@ def _routers(model: nn.Module) -> set[int]:
         held = () if isinstance(module, nn.modules.conv._ConvNd) else module._parameters.values()
         stacks = {p.shape[0] for p in held if p is not None and not is_lazy(p) and p.dim() == 3} - {1}
         is_named = own.endswith("experts")
-        several = {len(module)} if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and is_named else set()
-        said = {n for n in (getattr(module, "num_experts", None),) if isinstance(n, int)}
-        counts = said | several
-        if is_named:
-            counts |= stacks  # of which one may count experts that compute nothing (LongCat)
-        holds = isinstance(module, OwnExperts) or stacks or several or (said and is_named)  # the last: DBRX
-        if block and counts and holds:
+        count = getattr(module, "num_experts", None)
+        counts = {count} if isinstance(count, int) else set()
+        if is_named:  # a stack may count experts that compute nothing too (LongCat)
+            counts |= stacks | ({len(module)} if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else set())
+        if block and counts and (is_named or stacks or isinstance(module, OwnExperts)):
             beside = [child for child in model.get_submodule(block).children() if child is not module]
             alone = [[m for m in child.modules() if isinstance(m, nn.Linear)] for child in beside]
             direct = [child for child in beside if isinstance(child, nn.Linear)]

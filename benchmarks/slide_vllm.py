@@ -2,10 +2,10 @@
 
     python -m benchmarks.slide_vllm OUT.jsonl --model qwen2.5-7b --folder DIR [--layers 8] [--sides bf16 "int8 2:4" ...]
 
-Weights are random, of the model's shapes, pruned to 2:4, which every wider pattern holds too. DIR gets three folders of
-them, unless it has them: bf16, and for vLLM int8 and fp8 by compressed-tensors, with the codes and scales that macko
-makes of the bf16 one as it loads it. So all sides of a type multiply the same numbers. macko's sides have the kernel
-that they are named by in every layer; with --chosen those that macko takes by itself.
+Weights are random, of the model's shapes, pruned to 2:4, which every wider pattern holds too. DIR gets the folders of
+them that the sides read, unless it has them: bf16, and for vLLM int8 and fp8 by compressed-tensors, with the codes and
+scales that macko makes of the bf16 one as it loads it. So all sides of a type multiply the same numbers. macko's sides
+have the kernel that they are named by in every layer; with --chosen those that macko takes by itself.
 
 Each side is a process with vLLM in it. Prefill: prompts of 1,024 tokens or fewer that come at once, one token each; at
 most STEP tokens are one step. Decoding: so many sequences after prompts of 64 tokens, by the difference of two calls.
@@ -70,8 +70,11 @@ DEFAULT = ("vllm int8", "int8 2:4", "bf16", "int8 dense", "int8 6:8", "vllm fp8"
 STEP, PROMPT, SHORT, NEW = 32768, 1024, 64, 16
 
 
-def make(folder: Path, name: str, layers: int) -> None:
-    """Writes the folders bf16, int8 and fp8 of the model; what is no linear layer of a block is one file for all."""
+def make(folder: Path, name: str, layers: int, types: list[str]) -> None:
+    """Writes the folder bf16 of the model, and of these types; what is no linear layer of a block is one file for all.
+
+    Weights are the same whatever the types are.
+    """
     import transformers
     from safetensors.torch import save_file
 
@@ -81,7 +84,7 @@ def make(folder: Path, name: str, layers: int) -> None:
         model = getattr(transformers, f"{kind}ForCausalLM")(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    kept: dict[str, dict[str, Tensor]] = {"bf16": {}, **{of: {} for of in TYPES}}
+    kept: dict[str, dict[str, Tensor]] = {"bf16": {}, **{of: {} for of in types}}
     rest: dict[str, Tensor] = {}
     for key, meta in model.named_parameters():
         if meta.dim() == 1 and key.endswith("weight"):
@@ -94,7 +97,8 @@ def make(folder: Path, name: str, layers: int) -> None:
         largest_first = w.abs().view(-1, 4).argsort(1, descending=True)
         w.view(-1, 4).scatter_(1, largest_first[:, 2:], 0)
         kept["bf16"][key] = w.cpu()
-        for of, (dtype, *_) in TYPES.items():
+        for of in types:
+            dtype = TYPES[of][0]
             packed, scale, _ = ops.slide_pack(w, 0, dtype)
             kept[of][key] = ops.slide_unpack(packed, scale, w.shape[1], 0, dtype).cpu()
             kept[of][f"{key}_scale"] = scale[:, None].cpu()
@@ -218,8 +222,10 @@ def main() -> None:
     args.folder = args.folder / f"{args.model}-{args.layers}"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # which says kernels
     os.environ.update({name: os.environ.get(name, value) for name, value in engines.ENVIRONMENT.items()})
-    if not (args.folder / "fp8" / "config.json").exists():
-        make(args.folder, args.model, args.layers)
+    engines.import_early()
+    types = [of for of in TYPES if f"vllm {of}" in args.sides]
+    if not all((args.folder / of / "config.json").exists() for of in ("bf16", *types)):
+        make(args.folder, args.model, args.layers, types)
         torch.cuda.empty_cache()  # vLLM wants nearly all of it
         print(f"{args.folder.name} made in {time.monotonic() - began:.0f} s", flush=True)
     where = provenance() if torch.cuda.is_available() else {"gpu": "cpu"}

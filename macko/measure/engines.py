@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,12 @@ def _forked(side: str, folder: str, options: argparse.Namespace, given: dict[str
     if not results:
         print(f"{side}: no times", flush=True)
     return results
+
+
+def import_early() -> None:
+    """Begins to import vLLM in the process that sides are forks of, while the caller does something else."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_SLOW)
+    forkserver.ensure_running()
 
 
 def in_a_process(measure: Callable[..., None], *what: Any, seconds: float | None = None) -> Generator[Any, None, None]:

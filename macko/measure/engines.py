@@ -51,7 +51,7 @@ _OF_SIDE = {
     "int4-marlin": {"VLLM_DISABLED_KERNELS": "MacheteLinearKernel,AllSparkLinearKernel"},  # which come before it
 }
 #: What of vLLM takes long to import.
-_SLOW = ["vllm.model_executor.models.llama", "vllm.v1.worker.gpu_model_runner"]
+_SLOW = ["vllm.model_executor.models.llama", "vllm.v1.worker.gpu_model_runner", "vllm.entrypoints.llm"]
 #: Positions that a run takes besides: decoding is timed beyond a first token, and after a prompt vLLM wants one.
 _MORE = 1
 #: A side takes so many seconds at most: compiling for a new shape takes minutes.

@@ -396,7 +396,10 @@ class MackoHfQuantizer(HfQuantizer):
         row.reason = (left.reason if left else "") or not_stacked(options)
         w = w if row.reason or packing is None else w.to(packing.device)
         row.reason = (
-            row.reason or not_stacked(options, w.device) or unsupported(w.dtype, w.device) or options.not_on(w.device)
+            row.reason
+            or not_stacked(options, w.device)
+            or unsupported(w.dtype, w.device)
+            or options.not_on(w.device, w.dtype)
         )
         stack: Stack | None = None if row.reason else stack_of(w, row, options, config.min_sparsity)
         if stack is not None and packing is not None:
@@ -526,7 +529,7 @@ class MackoHfQuantizer(HfQuantizer):
         if format in FORMATS and dtype not in FORMATS[format].dtypes:
             warnings.warn(f'format {format} does not hold {dtype}: held as "auto"', stacklevel=2)
             return "auto"
-        if device.type == "meta" or not (reason := Options(format).not_on(device)):
+        if device.type == "meta" or not (reason := Options(format).not_on(device, dtype)):
             return format
         warnings.warn(f'format {reason}, the model is on {device}: held as "auto"', stacklevel=2)
         return "auto"

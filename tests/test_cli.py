@@ -527,6 +527,15 @@ def test_converted_8_bits_say_their_kind_to_who_loads_by_name(values: str, dense
     assert found == {KINDS.index(values)}
 
 
+def test_a_pattern_of_few_zeros_is_converted(tmp_path: Path, capsys: Any) -> None:
+    """8:10 has 20 % of zeros, less than formats that gain by zeros ask for."""
+    small_llama(hidden_size=480, intermediate_size=320, num_hidden_layers=1).save_pretrained(tmp_path / "dense")
+    assert main(["prune", str(tmp_path / "dense"), str(tmp_path / "in"), *MAGNITUDE, "--pattern", "8:10"]) == 0
+    options = ["--format", "slide 8:10", "--values", "int8", "--device", "cpu"]
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), *options]) == 0
+    assert "7 of 8 layers changed" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", ["prune", "convert"])
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(

@@ -56,6 +56,10 @@ def test_what_a_user_of_an_engine_asks_for_comes_before_the_folder() -> None:
         assert Settings(**Settings.arguments(slide.overridden(asked, ""))).options.pattern == pattern
         whole = Settings("slide 6:8", values="int8").overridden(asked, "")
         assert Settings(**Settings.arguments(whole)).options == Options(f"slide {pattern}", values="int8")
+        for asked in ({"format": f"slide {pattern}"}, {"format": "slide", "pattern": pattern}):  # the folder's format
+            for folder in (slide, Settings("slide 6:8", values="int8")):
+                said = Settings(**Settings.arguments(folder.overridden(asked, "")))
+                assert said.options == Options(f"slide {pattern}", values="int8")
     with pytest.raises(ValueError, match="here has fmt, expected format, tokens, ignore, min_sparsity, values, patt"):
         dense.overridden({"fmt": "tile"}, "here")
     with pytest.raises(ValueError, match="here has values='fp8', and the folder is packed: 8 bits are made of a dense"):

@@ -92,6 +92,9 @@ class Settings:
                 f"{where} has values={asked['values']!r}, and the folder is packed: 8 bits are made of a dense one, "
                 "with --quantization macko"
             )
-        if asked.get("format", self.format) != self.format:
+        format, _, pattern = str(asked.get("format", self.options.format)).partition(" ")
+        if format != self.options.format:
             old |= {"values": "exact", "pattern": "auto", "tokens": None, "min_sparsity": None}  # the folder's format's
+        elif pattern:
+            old["pattern"] = "auto"  # the user's is said with the format
         return {**old, **asked, "version": self.version, "layers": self.layers}

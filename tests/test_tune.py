@@ -607,6 +607,29 @@ def test_what_is_shared_says_nothing_of_the_user(
     assert "--share has shapes of its own" in said
 
 
+def test_the_driver_is_asked_about_this_gpu_by_its_uuid(
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch says it without "GPU-", by which nvidia-smi finds none; and where the file goes is seen first."""
+    gpu(capability=(8, 9))
+    known = {"name": GPU, "major": 8, "minor": 9, "multi_processor_count": 128, "total_memory": 24e9, "uuid": "ffc7-94"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**known))
+    monkeypatch.setattr(share.shutil, "which", lambda name: name)
+
+    def run(command: list[str], **_: Any) -> Any:
+        found = "--id=GPU-ffc7-94" in command
+        return SimpleNamespace(returncode=0 if found else 6, stdout="580.1, 3105, 10501, 450.00\n" if found else "")
+
+    monkeypatch.setattr(share.subprocess, "run", run)
+    about = share.about_gpu(torch.device("cuda"))
+    assert (about["driver_version"], about["clocks.max.sm"], about["power.limit"]) == ("580.1", "3105", "450.00")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(share, "measure", lambda *_: pytest.fail("it measures"))
+    with pytest.raises(FileExistsError):
+        share.share(tmp_path / "file" / "times.json", progress=False)
+
+
 def test_doctor_and_reports_say_who_measured(own_tables: Path, gpu: Callable[..., None]) -> None:
     known, other = own_tables / "shipped" / times.file_name("Known"), torch.device("cuda")
     known.write_text(table(line(512, 512, 0.5, dense=9, sell=5, tile=2)).replace(GPU, "Known"))

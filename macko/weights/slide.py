@@ -148,7 +148,9 @@ class SlideWeight(PackedWeight):
         return super().to_dense(), self.scale
 
     def of_codes(self, numbers: Tensor, scales: Tensor) -> Self:
-        return self.from_codes(numbers, scales, self.n, self.source)
+        """Of this pattern; where another part of a whole is of a wider one, as the sparsest that all of it fits."""
+        n = self.n if not self.n or fits_pattern(numbers, self.n) else -1
+        return self.from_codes(numbers, scales, n, self.source)
 
     def as_pattern(self, n: int) -> Self:
         """The same values packed as pattern (2n-2):2n, or as dense for n = 0."""

@@ -363,9 +363,11 @@ class MackoHfQuantizer(HfQuantizer):
         packing = _PACKING.get()
         if packing and packing.error:
             return False
-        row, sparse = convert_weight(
-            name, weight, config.options, config.min_sparsity, packing.device if packing else None
-        )
+        options, device = config.options, packing.device if packing else None
+        cut = tensor_parallel.cut_group(model, name, module.in_features, options.pattern)
+        if cut and options.again:  # "mixed", which has other formats
+            options, cut = options.again, ""
+        row, sparse = convert_weight(name, weight, options, config.min_sparsity, device, cut)
         self.report.layers.append(row)
         if sparse is None:
             return False

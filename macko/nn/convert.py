@@ -385,12 +385,20 @@ def _compress_layer(
 
 
 def convert_weight(
-    name: str, weight: Tensor, options: Options, min_sparsity: float, device: torch.device | None = None
+    name: str,
+    weight: Tensor,
+    options: Options,
+    min_sparsity: float,
+    device: torch.device | None = None,
+    left_out: str = "",
 ) -> tuple[LayerReport, SparseLinear | None]:
-    """What convert_layer gives of a layer by itself, without a bias, for a weight that comes from a file."""
+    """What convert_layer gives of a layer by itself, without a bias, for a weight that comes from a file.
+
+    left_out: why it is to stay dense, if it is.
+    """
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    return convert_layer(FoundLinear(name, linear, [], [], None), options, min_sparsity, device, {})
+    return convert_layer(FoundLinear(name, linear, [], [], left_out or None), options, min_sparsity, device, {})
 
 
 def convert_experts(

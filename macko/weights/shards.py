@@ -48,6 +48,11 @@ def joined_planes(parts: Sequence[PackedWeight], dense: Tensor) -> PackedWeight 
         return dense
 
 
+def gathered_as(weight: PackedWeight) -> str:
+    """What `gathered` takes of a part: that of all parts has to be the same."""
+    return f"codes of {weight.values_kept_as}" if weight.holds_codes else "dense rows"
+
+
 def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) -> PackedWeight:
     """The whole of a weight [shape] on the CPU, of which each process of a DeviceMesh has rows (dim 0) or columns (1).
 

@@ -536,6 +536,18 @@ def test_a_pattern_of_few_zeros_is_converted(tmp_path: Path, capsys: Any) -> Non
     assert "7 of 8 layers changed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("values", ["int8", "fp8"])
+def test_layers_that_round_their_input_are_judged_by_the_rounded_one(values: str) -> None:
+    model = small_llama(hidden_size=192, intermediate_size=320, num_hidden_layers=1)
+    macko.prune_(model, pattern="6:8")
+    dense_bits, prompt = bench._bits(model), torch.arange(9)[None]
+    macko.sparsify_(model, format="slide", values=values)
+    assert all(found["of_bound"] <= 1 for found in bench.check_layers(model, prompt, (1, 9), dense_bits))
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda layer, args, y: y * 1.02)
+    (bad,) = bench.check_layers(model, prompt, (9,), dense_bits)
+    assert bad["of_bound"] > 1
+
+
 @pytest.mark.parametrize("command", ["prune", "convert"])
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(

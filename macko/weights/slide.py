@@ -156,7 +156,7 @@ class SlideWeight(PackedWeight):
 
     def of_codes(self, numbers: Tensor, scales: Tensor) -> Self:
         """Of this pattern; where another part of a whole is of a wider one, as the sparsest that all of it fits."""
-        n = self.n if not self.n or fits_pattern(numbers, self.n) else -1
+        n = self.n if not self.n or numbers.is_meta or fits_pattern(numbers, self.n) else -1
         return self.from_codes(numbers, scales, n, self.source)
 
     def as_pattern(self, n: int) -> Self:

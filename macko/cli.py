@@ -147,7 +147,8 @@ def _convert_arguments(add: Any) -> None:
     add("--format", default="auto", help=f"{about}: {', '.join((*CHOICES, *FORMATS))}")
     add("--values", choices=codes.KINDS, help="round to 8 bits a value, with a scale a row (default: no)")
     add("--dtype", choices=("bfloat16",), help="round float32 weights to it (default: no, but where none changes)")
-    add("--min-sparsity", type=float, default=MIN_SPARSITY, help="leave denser layers as they are")
+    least = f"leave denser layers as they are (default {MIN_SPARSITY}, of slide 0)"
+    add("--min-sparsity", type=float, help=least)
     add("--to", choices=("dense",), help="from a folder that macko packed: the dense weights, each bit of them")
     add("--device", help="where to pack (default: a GPU if there is one)")
 

@@ -527,6 +527,27 @@ def test_converted_8_bits_say_their_kind_to_who_loads_by_name(values: str, dense
     assert found == {KINDS.index(values)}
 
 
+def test_a_pattern_of_few_zeros_is_converted(tmp_path: Path, capsys: Any) -> None:
+    """8:10 has 20 % of zeros, less than formats that gain by zeros ask for."""
+    small_llama(hidden_size=480, intermediate_size=320, num_hidden_layers=1).save_pretrained(tmp_path / "dense")
+    assert main(["prune", str(tmp_path / "dense"), str(tmp_path / "in"), *MAGNITUDE, "--pattern", "8:10"]) == 0
+    options = ["--format", "slide 8:10", "--values", "int8", "--device", "cpu"]
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), *options]) == 0
+    assert "7 of 8 layers changed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("values", ["int8", "fp8"])
+def test_layers_that_round_their_input_are_judged_by_the_rounded_one(values: str) -> None:
+    model = small_llama(hidden_size=192, intermediate_size=320, num_hidden_layers=1)
+    macko.prune_(model, pattern="6:8")
+    dense_bits, prompt = bench._bits(model), torch.arange(9)[None]
+    macko.sparsify_(model, format="slide", values=values)
+    assert all(found["of_bound"] <= 1 for found in bench.check_layers(model, prompt, (1, 9), dense_bits))
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda layer, args, y: y * 1.02)
+    (bad,) = bench.check_layers(model, prompt, (9,), dense_bits)
+    assert bad["of_bound"] > 1
+
+
 @pytest.mark.parametrize("command", ["prune", "convert"])
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(

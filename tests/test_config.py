@@ -43,6 +43,15 @@ def test_no_option_is_dropped_on_the_way() -> None:
     assert again == {**asked, "version": written["version"], "layers": LAYERS, "tokens": None}
 
 
+def test_a_folder_of_slide_layers_is_for_a_prompts_tokens() -> None:
+    """Also one that sparsify_ has packed and save_pretrained written, whose keys say "auto"."""
+    about = {"format": "slide", "rows": 64, "cols": 64, "n": 4, "element": 0, "source": 1, "sparse_from": 0}
+    slide = {"b": {**about, "sparse_to": 0}}
+    assert Settings(layers={**LAYERS, **slide}).slides
+    assert Settings(layers=LAYERS, format="mixed").slides
+    assert not Settings(layers=LAYERS).slides
+
+
 def test_what_a_user_of_an_engine_asks_for_comes_before_the_folder() -> None:
     packed, dense = Settings(values="raw", layers=LAYERS), Settings()
     assert packed.overridden({"tokens": 3}, "")["values"] == "raw"
@@ -56,6 +65,10 @@ def test_what_a_user_of_an_engine_asks_for_comes_before_the_folder() -> None:
         assert Settings(**Settings.arguments(slide.overridden(asked, ""))).options.pattern == pattern
         whole = Settings("slide 6:8", values="int8").overridden(asked, "")
         assert Settings(**Settings.arguments(whole)).options == Options(f"slide {pattern}", values="int8")
+        for asked in ({"format": f"slide {pattern}"}, {"format": "slide", "pattern": pattern}):  # the folder's format
+            for folder in (slide, Settings("slide 6:8", values="int8")):
+                said = Settings(**Settings.arguments(folder.overridden(asked, "")))
+                assert said.options == Options(f"slide {pattern}", values="int8")
     with pytest.raises(ValueError, match="here has fmt, expected format, tokens, ignore, min_sparsity, values, patt"):
         dense.overridden({"fmt": "tile"}, "here")
     with pytest.raises(ValueError, match="here has values='fp8', and the folder is packed: 8 bits are made of a dense"):

@@ -72,13 +72,16 @@ def test_a_name_that_is_taken_is_refused(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_code_for_7_5_says_that_it_has_no_slabs() -> None:
+def test_code_for_7_5_says_what_it_has_no_kernels_for() -> None:
     if _library.code_capability() >= (8, 0):
         pytest.skip("the library has code of 8.0 for this GPU")
     tile = FORMATS["tile"].from_dense(random_weight(64, 256, 0.5, torch.float16).cuda())
     for call in (tile.to_dense, lambda: tile.linear(torch.ones(1, 256, device="cuda").half())):
         with pytest.raises(RuntimeError, match=r"slabs need a GPU of compute capability 8\.0"):
             call()
+    slide = FORMATS["slide"].from_dense(random_weight(64, 256, 0.5, torch.float16).cuda())
+    with pytest.raises(RuntimeError, match=r"slide needs a GPU of compute capability 8\.0"):
+        slide.linear(torch.ones(1, 256, device="cuda").half())
 
 
 @pytest.mark.gpu

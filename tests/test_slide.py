@@ -746,6 +746,24 @@ def test_report_says_why_a_pattern_is_held_dense(monkeypatch: pytest.MonkeyPatch
         assert note in str(macko.Report([row]))
 
 
+@pytest.mark.parametrize(("format", "values"), [("slide", "int8"), ("slide", "fp8"), ("mixed", "int8")])
+def test_what_is_interrupted_has_its_weights_again(format: str, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the rounded ones."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(2))).half()
+    for layer in model:
+        layer.weight.data = weight(256, 256, 4, torch.float16)  # type: ignore[operator]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def fails(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("macko.nn.convert.merge_", fails)
+    with pytest.raises(KeyboardInterrupt):
+        macko.sparsify_(model, format=format, values=values, merge=True, progress=False)
+    for parameter, wanted in zip(model.parameters(), before, strict=True):
+        assert_same_bits(parameter.detach(), wanted)
+
+
 class FakeDevice(Tensor):
     """A tensor that says that it is on a GPU."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from macko.choose.options import Options
+from macko.choose.slide import Whole
 from macko.integrations import stacked
 from macko.integrations.config import Settings
 from macko.integrations.stacked import Share, Stack
@@ -153,6 +154,18 @@ def test_slides_layers_are_one_matrix_with_their_codes_on_every_rank(element: in
         down = stack_of(q).pack(Share((128,), 96 // ranks, rank, ranks), dtype, CPU, Options())
         assert_same_bits(down.coded()[0], numbers[0].chunk(ranks, 1)[rank])
         assert_same_bits(down.coded()[1], scales[0])
+
+
+def test_columns_that_cut_a_group_are_refused_or_held_in_another_format() -> None:
+    w = torch.randn(64, 160, generator=torch.Generator().manual_seed(0)).half()
+    w[:, 4::6] = w[:, 5::6] = 0
+    whole = Whole()
+    whole.add(w)
+    part = w[:, :80]
+    with pytest.raises(ValueError, match=r"group 13 of 4:6 \(columns 78 to 83\) straddles two of 2 ranks"):
+        whole.options(part, Options("slide 4:6"))
+    assert whole.options(part, Options("mixed")) == Options("auto")
+    assert whole.options(w, Options("mixed")) == Options("slide 4:6")
 
 
 def test_what_somebody_chose_stays() -> None:

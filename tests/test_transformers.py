@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -986,6 +987,40 @@ def test_two_processes(pruned: tuple[Any, Path], tmp_path: Path) -> None:
     programs.append((TENSOR_PARALLEL, [str(tmp_path / "odd"), str(tmp_path / "odd sparse")]))
     given = [(program, [*folders, str(tmp_path / f"store {at}")]) for at, (program, folders) in enumerate(programs)]
     two_processes(IN_TURN, json.dumps(given))
+
+
+def test_a_group_that_two_processes_would_have_stays_dense(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The one whose part begins with the group would find its pattern, the other one not. "mixed" has other formats."""
+    small_llama().save_pretrained(tmp_path)
+    monkeypatch.setattr(tensor_parallel, "cut_dim", lambda model, name: 1 if "down_proj" in name else None)
+    monkeypatch.setattr(tensor_parallel, "holders", lambda model, name: 2)
+    for format, reason in (("slide 4:6", "group 8 of 4:6 (columns 48 to 53) straddles"), ("mixed 4:6", "under 25% ")):
+        config = macko.MackoConfig(format=format)
+        with pytest.warns(UserWarning, match="changed none"):
+            model = type(small_llama()).from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=config)
+        down = [row.reason for row in model.hf_quantizer.report if "down_proj" in row.name]
+        assert len(down) == 2
+        assert all(row.startswith(reason) for row in down), down
+
+
+def test_parts_that_processes_hold_in_several_ways_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one would wait for what the others do not send."""
+    macko.prune_(model := small_llama(), 0.5)
+    macko.sparsify_(model)
+    mesh = SimpleNamespace(size=lambda: 2, get_group=lambda: None)
+    monkeypatch.setattr(tensor_parallel, "_is_parallel", lambda model: True)
+    monkeypatch.setattr(tensor_parallel, "_mesh", lambda model: mesh)
+    monkeypatch.setattr(tensor_parallel, "cut_dim", lambda model, name: None)
+
+    def gather(every: list[Any], mine: list[Any], group: Any) -> None:
+        every[:] = [mine, [one for one in mine if "layers.1.mlp.up" not in one[0]]]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    with (
+        pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj is packed by some processes, and by others not"),
+        tensor_parallel.all_whole(model),
+    ):
+        pass
 
 
 def test_tensor_parallelism_of_transformers_before_5_19_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

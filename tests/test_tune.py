@@ -207,6 +207,33 @@ def test_what_tile_gains_where_nobody_measured_is_counted(
     assert bool(choose.slower_by_count(torch.device("cuda"))) == (capability[0] == 10)  # what experts go by
 
 
+@pytest.mark.parametrize(
+    ("capability", "format", "values", "kernel"),
+    [
+        ((7, 5), "slide 6:8", "int8", "slide has no kernel for int8"),
+        ((7, 5), "slide", "exact", "slide has no kernel for float16"),
+        ((8, 0), "slide", "fp8", "slide has no kernel for float8_e4m3fn"),
+        ((10, 0), "slide", "fp8", "slide has no kernel for float8_e4m3fn"),
+        ((7, 5), "tile", "exact", "tile has no kernel for float16"),
+        ((7, 5), "auto", "fp8", "dense8 has no kernel for float16"),
+        ((8, 0), "slide", "int8", ""),
+        ((8, 9), "slide", "fp8", ""),
+        ((8, 0), "sparse8", "fp8", ""),
+        ((7, 5), "macko", "exact", ""),
+    ],
+)
+def test_what_a_gpu_has_no_kernel_for_stays_dense_and_says_so(
+    own_tables: Path, gpu: Callable[..., None], capability: tuple[int, int], format: str, values: str, kernel: str
+) -> None:
+    gpu(capability=capability)
+    options, reason = macko.choose.Options(format, values=values), f"{kernel} on {GPU}" if kernel else ""
+    device = torch.device("cuda")
+    assert options.not_on(device, HALF) == reason
+    if reason:
+        row, sparse = convert.convert_weight("up", random_weight(64, 256, 0.5, HALF), options, 0.0, device)
+        assert (row.reason, sparse) == (reason, None)
+
+
 def test_clocks_that_are_counted_with_are_those_that_were_measured() -> None:
     results = Path(macko.__file__).parent.parent / "benchmarks/results"
     if not results.exists():
@@ -578,6 +605,29 @@ def test_what_is_shared_says_nothing_of_the_user(
     said = capsys.readouterr().err
     assert "--share is of a GPU" in said
     assert "--share has shapes of its own" in said
+
+
+def test_the_driver_is_asked_about_this_gpu_by_its_uuid(
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torch says it without "GPU-", by which nvidia-smi finds none; and where the file goes is seen first."""
+    gpu(capability=(8, 9))
+    known = {"name": GPU, "major": 8, "minor": 9, "multi_processor_count": 128, "total_memory": 24e9, "uuid": "ffc7-94"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**known))
+    monkeypatch.setattr(share.shutil, "which", lambda name: name)
+
+    def run(command: list[str], **_: Any) -> Any:
+        found = "--id=GPU-ffc7-94" in command
+        return SimpleNamespace(returncode=0 if found else 6, stdout="580.1, 3105, 10501, 450.00\n" if found else "")
+
+    monkeypatch.setattr(share.subprocess, "run", run)
+    about = share.about_gpu(torch.device("cuda"))
+    assert (about["driver_version"], about["clocks.max.sm"], about["power.limit"]) == ("580.1", "3105", "450.00")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(share, "measure", lambda *_: pytest.fail("it measures"))
+    with pytest.raises(FileExistsError):
+        share.share(tmp_path / "file" / "times.json", progress=False)
 
 
 def test_doctor_and_reports_say_who_measured(own_tables: Path, gpu: Callable[..., None]) -> None:

@@ -6,7 +6,9 @@
 #include "../torch/packed.h"
 #include "../torch/tensors.h"
 #include "slide.h"
-#ifndef USE_CUDA
+#ifdef USE_CUDA
+#include "../core/device.h"
+#else
 #include "../torch/rows.h"
 #endif
 
@@ -97,6 +99,17 @@ macko_slide_weight weight_in(const char *op, const Packed &p) {
     return weight_of(op, tiles, scale, p.cols(), p.number(0), element_of(op, p.number(1)));
 }
 
+#ifdef USE_CUDA
+// Compiled for 7.5 the kernels are empty.
+void check_gpu(const char *op, const Tensor &on) {
+    device_info device{};
+    STD_CUDA_CHECK(current_device(&device));
+    if (device.major < 8)
+        fail(op, "slide needs a GPU of compute capability 8.0 or later, and kernels built for 8.0 or later ",
+             "(TORCH_CUDA_ARCH_LIST): ", device_name(on), " lacks one of them");
+}
+#endif
+
 // Into new tensors lifted [..., depth] and scale [...]. x is contiguous and checked.
 std::tuple<Tensor, Tensor> quantise(const char *op, const Tensor &x, macko_dtype dtype, int64_t n, ScalarType to) {
     const macko_slide_type type = type_of(op, to);
@@ -107,6 +120,7 @@ std::tuple<Tensor, Tensor> quantise(const char *op, const Tensor &x, macko_dtype
     Tensor scale = torch::stable::new_empty(x, leading, ScalarType::Float);
     auto *scales = writes<float>(scale);
 #ifdef USE_CUDA
+    check_gpu(op, x);
     const cudaError_t status = macko_slide_quant_cuda(x.const_data_ptr(), dtype, tokens, cols, int(n), type,
                                                       lifted.mutable_data_ptr(), scales, current_stream(x));
     if (status == cudaErrorInvalidValue) // a token's codes lie in shared memory
@@ -127,6 +141,7 @@ Tensor multiply(const char *op, macko_slide_gemm_args args, const Tensor &x, Sca
     Tensor out = torch::stable::new_empty(x, with_last(x, rows), dtype);
     if (!args.tokens || !rows) return out;
 #ifdef USE_CUDA
+    check_gpu(op, x);
     // The kernel stores by TMA, 16 bytes aligned: other outputs are cut out of a wider one.
     constexpr int64_t ALIGNED = 8;
     args.out_stride = (rows + ALIGNED - 1) / ALIGNED * ALIGNED;

@@ -111,10 +111,22 @@ class Options:
         """Tokens that layouts of any mask are chosen for, if known; `tokens` may be said of slide's kernels."""
         return None if self.may_slide else self.tokens
 
-    def not_on(self, device: torch.device) -> str:
-        """Why the format does not run on a device; nothing where it does, or one is chosen that does."""
-        types = FORMATS[self.format].device_types if self.format in FORMATS else PackedWeight.device_types
-        return "" if device.type in types else f"{self.format} runs on {' and '.join(types)} only"
+    def not_on(self, device: torch.device, dtype: torch.dtype | None = None) -> str:
+        """Why the format does not run on a device; nothing where it does, or one is chosen that does.
+
+        Args:
+            dtype: of a weight there, if the GPU's kernels are asked about too.
+        """
+        kind = Dense8Weight if self.in_bytes else FORMATS.get(self.format)
+        types = kind.device_types if kind else PackedWeight.device_types
+        if device.type not in types:
+            return f"{self.format} runs on {' and '.join(types)} only"
+        if kind and dtype and device.type == "cuda":
+            element = (self.may_slide and self.slide_element) or dtype
+            if not kind.runs(device, element):
+                name = str(element).removeprefix("torch.")
+                return f"{kind.format} has no kernel for {name} on {torch.cuda.get_device_name(device)}"
+        return ""
 
     @property
     def again(self) -> Options | None:

@@ -138,6 +138,8 @@ class Whole:
             raise ValueError(f"a group of its whole rows does not fit the pattern {name}")
         cuts = range(0, self._cols, part.shape[1] or 1)
         if group := next(filter(None, (straddling(self._cols, at, n) for at in cuts)), ""):
+            if options.again:  # "mixed", which has other formats
+                return options.again
             raise ValueError(f"{group} straddles two of {len(cuts)} ranks, which have {part.shape[1]} columns each")
         return replace(options, format="slide", pattern=name)
 

@@ -11,6 +11,7 @@ from ..files import check_about
 from ..nn.convert import least_sparsity
 from ..nn.find import IGNORED
 from ..weights import codes, takes_any_weight
+from ..weights.saved import is_slide
 
 
 class _Method(str):
@@ -61,6 +62,11 @@ class Settings:
         return Options(self.format, self.tokens, self.pattern, self.values)
 
     @property
+    def slides(self) -> bool:
+        """Whether layers are packed for slide's kernels, or are to be: which are for a prompt's tokens."""
+        return self.options.may_slide or any(map(is_slide, self.layers.values()))
+
+    @property
     def layout_options(self) -> Options:
         """What layouts are chosen by of weights that the files hold packed: 8 bits, or 12, are not made of these."""
         if takes_any_weight(self.format) or self.values in codes.KINDS:
@@ -92,6 +98,9 @@ class Settings:
                 f"{where} has values={asked['values']!r}, and the folder is packed: 8 bits are made of a dense one, "
                 "with --quantization macko"
             )
-        if asked.get("format", self.format) != self.format:
+        name, _, pattern = str(asked.get("format", own["format"])).partition(" ")
+        if name != own["format"]:
             old |= {"values": "exact", "pattern": "auto", "tokens": None, "min_sparsity": None}  # the folder's format's
+        elif pattern:
+            old["pattern"] = "auto"  # the user's is said with the format
         return {**old, **asked, "version": self.version, "layers": self.layers}

@@ -15,12 +15,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed
 from torch import nn
 
 from ..files import named
+from ..nn.convert import check_shards
 from ..nn.experts import SparseExperts
 from ..nn.linear import SparseLinear
-from ..weights.shards import gathered
+from ..weights import SLIDE_PATTERNS, PackedWeight
+from ..weights.shards import gathered, gathered_as
 from . import transformers_version
 
 
@@ -95,6 +98,16 @@ def holders(model: Any, name: str) -> int:
     return 1 if cut_dim(model, name) is None else _mesh(model).size()
 
 
+def cut_group(model: Any, name: str, cols: int, pattern: str) -> str:
+    """The group of a pattern that lies in the columns of two processes, as check_shards names it, if there is one."""
+    if pattern in SLIDE_PATTERNS and cut_dim(model, name) == 1:
+        try:
+            check_shards(cols, holders(model, name), pattern)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
 def cut(model: Any, name: str, layer: SparseLinear) -> None:
     """Leaves a layer, which holds the whole weight and which transformers has wrapped, this process' part of it."""
     if (dim := cut_dim(model, name)) is None:
@@ -144,13 +157,29 @@ def _mesh(model: Any) -> Any:
     return model._device_mesh["tp"]
 
 
+def _check_same(model: Any, packed: dict[str, PackedWeight]) -> None:
+    """ValueError, in all processes, where layers are not packed alike in all: each chooses by its own part."""
+    if not _is_parallel(model):
+        return
+    mine = [(name, gathered_as(weight)) for name, weight in packed.items()]
+    every: list[Any] = [None] * _mesh(model).size()
+    torch.distributed.all_gather_object(every, mine, group=_mesh(model).get_group())
+    if other := sorted(set().union(*every) - set.intersection(*map(set, every))):
+        raise ValueError(
+            f"{other[0][0]} is packed by some processes, and by others not, or in another way, as each found its part "
+            "to be: convert the dense model without tensor parallelism, and load what that gives with it"
+        )
+
+
 @contextlib.contextmanager
 def all_whole(model: Any) -> Iterator[None]:
     """Within it each layer of which processes hold parts holds its whole weight, on the CPU. All have to call."""
-    parts = []
+    parts: list[tuple[SparseLinear, PackedWeight]] = []
+    found = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, SparseLinear)]
+    _check_same(model, {name: layer.packed for name, layer in found})
     try:
-        for name, layer in model.named_modules():
-            if isinstance(layer, SparseLinear) and (dim := cut_dim(model, name)) is not None:
+        for name, layer in found:
+            if (dim := cut_dim(model, name)) is not None:
                 parts.append((layer, part := layer.packed))
                 with named(name):
                     layer._hold(gathered(part, dim, (layer.out_features, layer.in_features), _mesh(model)))

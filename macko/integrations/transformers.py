@@ -363,9 +363,11 @@ class MackoHfQuantizer(HfQuantizer):
         packing = _PACKING.get()
         if packing and packing.error:
             return False
-        row, sparse = convert_weight(
-            name, weight, config.options, config.min_sparsity, packing.device if packing else None
-        )
+        options, device = config.options, packing.device if packing else None
+        cut = tensor_parallel.cut_group(model, name, module.in_features, options.pattern)
+        if cut and options.again:  # "mixed", which has other formats
+            options, cut = options.again, ""
+        row, sparse = convert_weight(name, weight, options, config.min_sparsity, device, cut)
         self.report.layers.append(row)
         if sparse is None:
             return False
@@ -396,7 +398,10 @@ class MackoHfQuantizer(HfQuantizer):
         row.reason = (left.reason if left else "") or not_stacked(options)
         w = w if row.reason or packing is None else w.to(packing.device)
         row.reason = (
-            row.reason or not_stacked(options, w.device) or unsupported(w.dtype, w.device) or options.not_on(w.device)
+            row.reason
+            or not_stacked(options, w.device)
+            or unsupported(w.dtype, w.device)
+            or options.not_on(w.device, w.dtype)
         )
         stack: Stack | None = None if row.reason else stack_of(w, row, options, config.min_sparsity)
         if stack is not None and packing is not None:
@@ -526,7 +531,7 @@ class MackoHfQuantizer(HfQuantizer):
         if format in FORMATS and dtype not in FORMATS[format].dtypes:
             warnings.warn(f'format {format} does not hold {dtype}: held as "auto"', stacklevel=2)
             return "auto"
-        if device.type == "meta" or not (reason := Options(format).not_on(device)):
+        if device.type == "meta" or not (reason := Options(format).not_on(device, dtype)):
             return format
         warnings.warn(f'format {reason}, the model is on {device}: held as "auto"', stacklevel=2)
         return "auto"

@@ -58,7 +58,7 @@ class MackoConfig(Settings, QuantizationConfig):
     `hf_overrides={"macko": {...}}` changes format, pattern, tokens, ignore, min_sparsity and values of either.
 
     Args:
-        tokens: as in macko.sparsify_, but 8 by default; of formats "slide" and "mixed" a prompt's, 2048.
+        tokens: as in macko.sparsify_, but 8 by default; where layers are slide, or may be, a prompt's, 2048.
         settings: of macko.integrations.config.Settings.
     """
 
@@ -66,7 +66,7 @@ class MackoConfig(Settings, QuantizationConfig):
         QuantizationConfig.__init__(self)
         self.tokens = tokens
         Settings.__init__(self, **settings)
-        if tokens is None and not self.options.may_slide:
+        if tokens is None and not self.slides:
             self.tokens = TOKENS
         self.tied = False
         self.renamed: dict[re.Pattern[str], str | None] = {}

@@ -275,6 +275,7 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
         weight = layer.weight.as_subclass(Tensor)
         if x.is_cuda and multiplies_codes(x.device, x[..., 0].numel()):
             weight = packed.unrounded()
+        x, weight = packed.multiplied(x) or (x, weight)
         judge(name, x, weight, layer.bias, y)
 
     def compare_experts(

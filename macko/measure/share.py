@@ -33,7 +33,8 @@ def about_gpu(device: torch.device) -> dict[str, Any]:
     asked = ("driver_version", "clocks.max.sm", "clocks.max.mem", "power.limit")
     driver: dict[str, str] = {}
     if smi := shutil.which("nvidia-smi"):
-        command = [smi, f"--id={gpu.uuid}" if hasattr(gpu, "uuid") else "--id=0", "--format=csv,noheader,nounits"]
+        # torch has a UUID without the beginning that nvidia-smi asks for.
+        command = [smi, f"--id=GPU-{gpu.uuid}" if hasattr(gpu, "uuid") else "--id=0", "--format=csv,noheader,nounits"]
         ran = subprocess.run([*command, f"--query-gpu={','.join(asked)}"], capture_output=True, text=True)
         if ran.returncode == 0:
             driver = dict(zip(asked, map(str.strip, ran.stdout.split(",")), strict=False))
@@ -84,13 +85,14 @@ def share(
     where = torch.device(device)
     with torch.cuda.device(where):
         about = about_gpu(where)
+        target = path or Path(f"macko-{file_name(about['gpu'])}")
+        target.parent.mkdir(parents=True, exist_ok=True)  # before the time is spent
         dtype = torch.float16 if torch.cuda.get_device_capability(where) < (8, 0) else torch.bfloat16
         lines = [
             line
             for rows, cols in tqdm(shapes, disable=not progress, unit="shape", leave=False)
             for line in measure(rows, cols, TOKENS, where, dtype)
         ]
-    target = path or Path(f"macko-{file_name(about['gpu'])}")
     text = ",\n".join(map(json.dumps, lines))
     target.write_text(f'{json.dumps(about)[:-1]}, "linear": [\n{text}\n]}}\n', encoding="utf-8")
     return target

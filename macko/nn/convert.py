@@ -173,8 +173,8 @@ def compress_(
     Llama-2 were. Weights keep every bit, but for the sign of zeros where they are packed as sparse.
     Layers tied to an embedding and those too small to gain stay dense; the report says so. Otherwise as sparsify_.
 
-    values="fp8" and "int8" round all weights to 8 bits with a scale a row instead, on any device: sparse8 where layers
-    hold enough zeros, else dense8.
+    values="fp8" and "int8" round all weights to 8 bits with a scale a row instead, but on GPUs before 8.0: sparse8
+    where layers hold enough zeros, else dense8.
 
     Args:
         model: any module that holds nn.Linear, or a pipeline of diffusers: its transformers or UNet, and its text
@@ -385,12 +385,20 @@ def _compress_layer(
 
 
 def convert_weight(
-    name: str, weight: Tensor, options: Options, min_sparsity: float, device: torch.device | None = None
+    name: str,
+    weight: Tensor,
+    options: Options,
+    min_sparsity: float,
+    device: torch.device | None = None,
+    left_out: str = "",
 ) -> tuple[LayerReport, SparseLinear | None]:
-    """What convert_layer gives of a layer by itself, without a bias, for a weight that comes from a file."""
+    """What convert_layer gives of a layer by itself, without a bias, for a weight that comes from a file.
+
+    left_out: why it is to stay dense, if it is.
+    """
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    return convert_layer(FoundLinear(name, linear, [], [], None), options, min_sparsity, device, {})
+    return convert_layer(FoundLinear(name, linear, [], [], left_out or None), options, min_sparsity, device, {})
 
 
 def convert_experts(
@@ -503,7 +511,7 @@ def _why_not(weight: Tensor, layer: str, options: Options, target: torch.device,
         return "its weight is on the meta device"
     if id(weight) in tied:
         return f"its weight is shared with {', '.join(name for name in tied[id(weight)] if name != f'{layer}.weight')}"
-    return unsupported(weight.dtype, target) or options.not_on(target)
+    return unsupported(weight.dtype, target) or options.not_on(target, weight.dtype)
 
 
 def _why_not_worth(dense: Tensor, density: float, us: dict[str, float], options: Options, min_sparsity: float) -> str:

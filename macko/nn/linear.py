@@ -365,7 +365,7 @@ class SparseLinear(nn.Linear):
                 The layer is then as it was.
         """
         wanted, packed = Options(format), self.packed
-        if packed.device.type != "meta" and (reason := wanted.not_on(packed.device)):
+        if packed.device.type != "meta" and (reason := wanted.not_on(packed.device, packed.dtype)):
             raise ValueError(f"format {reason}, the weight is on {packed.device}")
         options = wanted.again and (self._options or wanted.again)
         choice = replace(wanted, values=options.values) if options and wanted.may_slide else options or wanted

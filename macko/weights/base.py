@@ -203,6 +203,10 @@ class PackedWeight:
         """The weight that a GPU multiplies with, where it has kernels; of values in 8 bits before they are rounded."""
         return self.to_dense()
 
+    def multiplied(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """x and the weight as products round both, if they do, in float64."""
+        return None
+
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols], as torch.nn.functional.linear; differentiable in x and bias.
 

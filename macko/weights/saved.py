@@ -19,6 +19,7 @@ from .bytes import ByteWeight, Macko8Weight
 from .canonical import MackoWeight
 from .planes import Planes12Weight
 from .registry import FORMATS, SAVED, format_named, not_a_stack
+from .slide import SlideWeight
 
 _Result = TypeVar("_Result")
 
@@ -42,6 +43,11 @@ def saved_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], list[str]]
         raise ValueError(f"expected integers, whole numbers from 0 to {SIZES[-1]}, got {bad}")
     _check_sizes(kind, sizes)
     return kind, sizes, list(kind.tensor_names)
+
+
+def is_slide(about: Mapping[str, Any]) -> bool:
+    """Whether a file says of a packed weight that it is slide's, which is for a prompt's tokens."""
+    return about["format"] == SlideWeight.format
 
 
 def stack_as(about: Any) -> tuple[type[PackedWeight], dict[str, int], int, int]:

@@ -48,6 +48,11 @@ def joined_planes(parts: Sequence[PackedWeight], dense: Tensor) -> PackedWeight 
         return dense
 
 
+def gathered_as(weight: PackedWeight) -> str:
+    """What `gathered` takes of a part: that of all parts has to be the same."""
+    return f"codes of {weight.values_kept_as}" if weight.holds_codes else "dense rows"
+
+
 def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) -> PackedWeight:
     """The whole of a weight [shape] on the CPU, of which each process of a DeviceMesh has rows (dim 0) or columns (1).
 
@@ -67,7 +72,8 @@ def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) 
 
 def _gathered_codes(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) -> PackedWeight:
     codes, part_scales = weight.coded()
-    numbers = _whole(codes.view(torch.uint8), dim, (shape[0], shape[1] * codes.itemsize), mesh).view(codes.dtype)
+    numbers = codes.view(torch.uint8).unflatten(1, (-1, codes.itemsize))  # of an element's bytes none is cut off
+    numbers = _whole(numbers, dim, (*shape, codes.itemsize), mesh).flatten(1).view(codes.dtype)
     if dim == 0:
         scales = _whole(part_scales, 0, shape[:1], mesh)
     else:

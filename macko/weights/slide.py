@@ -143,12 +143,21 @@ class SlideWeight(PackedWeight):
         numbers, scale = self.coded()
         return numbers if self.element >= 2 else (numbers.float() * scale[:, None]).to(self.dtype)
 
+    def multiplied(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.element >= 2:
+            return None
+        found = ops.slide_quant_fused(x, 0, SLIDE_ELEMENTS[self.element])
+        each = [(codes[..., : self.cols].double(), scale.double()) for codes, scale in (found, self.coded())]
+        return each[0][0] * each[0][1][..., None], each[1][0] * each[1][1][:, None]
+
     def coded(self) -> tuple[Tensor, Tensor]:
         """Values as packed and their scales, which are 1 where values are not quantised."""
         return super().to_dense(), self.scale
 
     def of_codes(self, numbers: Tensor, scales: Tensor) -> Self:
-        return self.from_codes(numbers, scales, self.n, self.source)
+        """Of this pattern; where another part of a whole is of a wider one, as the sparsest that all of it fits."""
+        n = self.n if not self.n or numbers.is_meta or fits_pattern(numbers, self.n) else -1
+        return self.from_codes(numbers, scales, n, self.source)
 
     def as_pattern(self, n: int) -> Self:
         """The same values packed as pattern (2n-2):2n, or as dense for n = 0."""
@@ -160,6 +169,11 @@ class SlideWeight(PackedWeight):
         patterns = {part.n for part in parts}
         n = parts[0].n if len(patterns) == 1 and parts[0].n else -1
         return cls.from_codes(*stacked_codes(parts, rows), n, parts[0].source)
+
+    @property
+    def lossless(self) -> bool:  # type: ignore[override]
+        """Whether it gives the weight back that it was packed from: of 16-bit values."""
+        return self.element >= 2
 
     @property
     def values_kept_as(self) -> str:

@@ -71,6 +71,7 @@ typedef struct macko_slab_many_problem {
     int64_t rows, cols, tokens;
     int clusters
         [MACKO_SLAB_MANY_NUM_SHAPES]; /* of each shape that the device runs at once; 0 where the shape does not fit */
+    bool reads_ahead;                 /* the codec does, where macko_slab_reads_ahead */
 } macko_slab_many_problem;
 
 enum {

@@ -19,6 +19,10 @@
 //                  operand A of a step; move_1_to_0: the tile that was prepared as 1 is 0 from then on
 //     many_reader  the same of a warp that takes tile after tile (many_kernel.cuh). open: a slab; skip_half: to its third
 //                  tile; advance: to the tile that is prepared
+//     READS_AHEAD  whether there is also:
+//     ahead_reader the same where a thread has registers for two tiles (macko_slab_reads_ahead). open: a slab, and what
+//                  is read ahead of its first tile; start: at this or the third one; load_next: of tile NEXT what step
+//                  STEP leaves room for; read_ahead: of the tile after that, once TILE is made
 //
 // It is in codec.cuh of a folder of ../codecs, after with_weight(m, run), which calls run(slab_weight) of the matrix m with
 // the codec of its types. Reader functions are templates of the step, and of which of two

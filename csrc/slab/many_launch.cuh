@@ -137,7 +137,7 @@ cudaError_t plan_many(const slab_weight<CODEC> &weight, int64_t tokens, macko_sl
         *plan = found->second;
         return cudaSuccess;
     }
-    macko_slab_many_problem problem = {rows, cols, tokens, {}};
+    macko_slab_many_problem problem = {rows, cols, tokens, {}, CODEC::READS_AHEAD};
     if (const cudaError_t failed = find_clusters<CODEC>(widest, device, &problem)) return failed;
     if (forced) {
         const macko_slab_many_way way = {forced[0], forced[1], forced[2], forced[3]};

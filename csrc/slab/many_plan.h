@@ -46,6 +46,10 @@ MACKO_SLAB_SHAPE_FN int macko_slab_max_x_stages(macko_slab_many_shape shape) {
 MACKO_SLAB_SHAPE_FN int macko_slab_min_x_stages(macko_slab_many_shape shape) {
     return shape.row_blocks;
 }
+/* Whether a thread has registers for operand A of two tiles, beside its sums and all that is read of a tile. */
+MACKO_SLAB_SHAPE_FN bool macko_slab_reads_ahead(macko_slab_many_shape shape) {
+    return shape.row_blocks == 2 && shape.tokens <= 192;
+}
 /* fp32 sums of a warpgroup, of the tokens that its block stores. */
 MACKO_SLAB_SHAPE_FN int macko_slab_partial_bytes(macko_slab_many_shape shape) {
     return MACKO_SLAB_ROWS * (shape.tokens / shape.split_k) * 4;
@@ -67,6 +71,7 @@ typedef struct macko_slab_many_problem {
     int64_t rows, cols, tokens;
     int clusters
         [MACKO_SLAB_MANY_NUM_SHAPES]; /* of each shape that the device runs at once; 0 where the shape does not fit */
+    bool reads_ahead;                 /* the codec does, where macko_slab_reads_ahead */
 } macko_slab_many_problem;
 
 enum {

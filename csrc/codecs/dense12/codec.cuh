@@ -58,7 +58,7 @@ struct dense12 {
     struct constants {
         uint32_t table[2];
     };
-    static constexpr bool SAME_SIZE = true, SCALED = false;
+    static constexpr bool SAME_SIZE = true, SCALED = false, READS_AHEAD = true;
     static constexpr int STEPS = 1;
     static constexpr int BASE = 0, HALVES_TO = 0;
     static constexpr bool takes(macko_slab_many_shape shape) {
@@ -142,6 +142,56 @@ struct dense12 {
         __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
             here.template make<STEP>(a[STEP], low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1], table,
                                      lane);
+        }
+    };
+
+    // Codes are loaded two tiles ahead, low bytes once those of the tile before are used.
+    struct ahead_reader {
+        uint32_t slab, own_at, half_at, bounds_at; // the lane's bytes in the slab, and in the half that is multiplied
+        uint32_t table[2];
+        int lane;
+        dense12_lane<T> both[2];
+        uint32_t low[2][4], bounds[2];
+
+        __device__ __forceinline__ explicit ahead_reader(const constants &weights) {
+            for (int i = 0; i < 2; i++) table[i] = hidden(weights.table[i], threadIdx.x % WARP, 0);
+        }
+        template <int PARITY>
+        __device__ __forceinline__ void read(int tile) {
+            read_32(bounds[PARITY], bounds_at + tile * MACKO_SLAB_SLICES * 4);
+            read_128(both[PARITY].codes, own_at + tile * TILE_BYTES + 2 * CHUNK);
+        }
+        __device__ __forceinline__ void open(uint32_t at, int slice, int own_lane) {
+            slab = at;
+            own_at = at + slice * MACKO_DENSE12_SLICE_BYTES + own_lane * MACKO_DENSE12_CHUNK;
+            bounds_at = at + MACKO_DENSE12_BOUNDS_AT + slice * 4;
+            lane = own_lane;
+            read<0>(0);
+        }
+        __device__ __forceinline__ void start(bool inside) {
+            const int tile = inside ? MACKO_SLAB_HALF_TILES : 0;
+            if (inside) read<0>(tile);
+            read<1>(tile + 1);
+            both[0].find_list(slab, bounds[0]);
+            half_at = own_at + tile * TILE_BYTES;
+            read_128(low[0], half_at);
+            read_128(low[1], half_at + CHUNK);
+        }
+        template <int TILE>
+        __device__ __forceinline__ void read_ahead() {
+            read<TILE % 2>((TILE + 2) % MACKO_SLAB_TILES);
+        }
+        template <int STEP, int NEXT>
+        __device__ __forceinline__ void load_next() {
+            if (STEP == 0) both[NEXT % 2].find_list(slab, bounds[NEXT % 2]);
+            if (STEP == 0 && NEXT % 2 == 0) half_at = own_at + NEXT * TILE_BYTES;
+            if (STEP == 1) read_128(low[0], half_at + NEXT % 2 * TILE_BYTES);
+            if (STEP == 3) read_128(low[1], half_at + NEXT % 2 * TILE_BYTES + CHUNK);
+        }
+        template <int STEP, int PARITY>
+        __device__ __forceinline__ void make(uint32_t (&a)[4][4], const constants &) {
+            both[PARITY].template make<STEP>(a[STEP], low[STEP / 2][STEP % 2 * 2], low[STEP / 2][STEP % 2 * 2 + 1],
+                                             table, lane);
         }
     };
 };

@@ -11,7 +11,7 @@ struct dense8 {
     using T = VALUE;
     using constants = byte_weights;
     using bytes = four_bytes<KIND, T>;
-    static constexpr bool SAME_SIZE = true, SCALED = true;
+    static constexpr bool SAME_SIZE = true, SCALED = true, READS_AHEAD = false;
     static constexpr int STEPS = 1;
     static constexpr float FOLD = bytes::FOLD;
     static constexpr int BASE = 0, HALVES_TO = 0;

@@ -124,7 +124,7 @@ template <typename VALUE>
 struct sparse11 {
     using T = VALUE;
     using constants = sparse11_weights;
-    static constexpr bool SAME_SIZE = false, SCALED = false;
+    static constexpr bool SAME_SIZE = false, SCALED = false, READS_AHEAD = false;
     static constexpr int STEPS = 2, HALF_STEPS = 4;
     static constexpr int BASE = 0, LEAST_BYTES = MACKO_SPARSE11_VALUES_AT,
                          HALVES_TO = 32; // with more tokens there are too few stages for two at once

@@ -68,7 +68,7 @@ struct sparse8 {
     using T = VALUE;
     using constants = byte_weights;
     using lane_type = sparse8_lane<KIND, T>;
-    static constexpr bool SAME_SIZE = false, SCALED = true;
+    static constexpr bool SAME_SIZE = false, SCALED = true, READS_AHEAD = false;
     static constexpr int STEPS = 1, HALF_STEPS = 1;
     static constexpr float FOLD = four_bytes<KIND, T>::FOLD;
     static constexpr int BASE = 0, LEAST_BYTES = MACKO_SPARSE8_VALUES_AT,

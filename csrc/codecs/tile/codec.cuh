@@ -10,7 +10,7 @@ template <typename T_>
 struct sparse16 {
     using T = T_;
     using constants = tile_weights;
-    static constexpr bool SAME_SIZE = false, SCALED = false;
+    static constexpr bool SAME_SIZE = false, SCALED = false, READS_AHEAD = false;
     static constexpr int STEPS = 1, HALF_STEPS = 1;
     static constexpr int BASE = MACKO_TILE_VALUES_AT, // masks and offsets lie at fixed distances before it
         LEAST_BYTES = MACKO_TILE_VALUES_AT,

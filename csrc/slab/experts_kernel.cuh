@@ -253,10 +253,16 @@ __global__ void __launch_bounds__(SHAPE::THREADS, experts_blocks(SHAPE::TOKENS))
 #endif
 }
 
+// Sums of 16 tokens stay at one group: two were measured for rings alone.
+template <int TOKENS>
+struct experts_shape : ring_shape<TOKENS, MACKO_RING_WIDE> {
+    static constexpr int OWNED = experts_shape::AT_ONCE;
+};
+
 template <class CODEC, int TOKENS>
 cudaError_t launch_experts(const experts_task<CODEC> &task, const macko_experts_plan &plan, const device_info &device,
                            cudaStream_t stream) {
-    using SHAPE = ring_shape<TOKENS, MACKO_RING_WIDE>;
+    using SHAPE = experts_shape<TOKENS>;
     constexpr auto kernel = slab_experts_kernel<CODEC, SHAPE>;
     if (const cudaError_t error = allow_all_shared_memory<kernel>(device, 100)) return error;
     const bool pdl = device.major >= 9 && may_use_pdl(stream, SHAPE::THREADS);

@@ -85,6 +85,19 @@ MACKO_FN int64_t macko_ring_most_blocks(const macko_ring_problem *p) {
     return blocks ? blocks : 1;
 }
 
+/*
+ * Of a ring. Speed of F.linear on an H100 (2026-11-28). Pairs for up to 16 tokens have a third stage where each block has
+ * slabs enough to make up for filling it: 16 tokens of tile, 8192 x 8192, 1.51 for 1.43; 4096 x 4096, eight slabs a block,
+ * 1.47 for 1.51. Sixteen warps for 16 tokens fill three of large slabs sooner than four: dense12, five shapes, 1.315 for
+ * 1.306; slabs of 16 KB were not measured.
+ */
+MACKO_FN int macko_ring_most_stages(const macko_ring_problem *p, const macko_ring_shape *shape) {
+    if (shape->kind == MACKO_RING_HALVES) return 2;
+    if (shape->kind == MACKO_RING_PAIRS)
+        return shape->tokens <= 16 && p->row_blocks * p->slabs >= 16 * macko_ring_most_blocks(p) ? 3 : 2;
+    return shape->tokens == 16 && shape->x_at >= 20 * 1024 ? 3 : MACKO_RING_MOST_STAGES;
+}
+
 /* Fits a shape into shared memory; false where it does not. */
 MACKO_FN bool macko_ring_fits(const macko_ring_problem *p, macko_ring_shape *shape) {
     const bool x_in_halves = shape->kind == MACKO_RING_HALVES;
@@ -98,8 +111,8 @@ MACKO_FN bool macko_ring_fits(const macko_ring_problem *p, macko_ring_shape *sha
     /* Reads go on for MACKO_SLAB_OVERREAD bytes after a slab: into the next one, its tokens, or the halves. */
     const int besides = (groups - 1) * row_blocks * at_once * MACKO_RING_SUMS_BYTES + (x_in_halves ? x_bytes : 0);
     const int64_t fit = (p->shared_bytes - besides) / shape->stage_bytes / rings;
-    shape->stages = fit < MACKO_RING_MOST_STAGES ? (int)fit : (int)MACKO_RING_MOST_STAGES;
-    if (rings > 1 || x_in_halves) shape->stages = shape->stages < 2 ? 0 : 2;
+    const int most = macko_ring_most_stages(p, shape);
+    shape->stages = fit < most ? (int)fit : most;
     shape->shared_bytes = rings * shape->stages * shape->stage_bytes + besides;
     return shape->stages >= 2;
 }

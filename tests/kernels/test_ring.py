@@ -127,14 +127,22 @@ def test_the_shape_for_each_size_of_shared_memory(check: Any) -> None:
         assert check.check(row_blocks, 16, tokens, widest, 128, SHARED[shared], prefers_pairs, stages, kind) == 0
         return stages.value, kind.value if stages.value else -1
 
-    tile, dense12, sparse11 = 160, 193, 121  # units of a slab at density 0.5
+    tile, dense12, sparse11, dense8, sparse8 = 160, 193, 121, 128, 91  # units of a slab at density 0.5
     assert [found(99, n, tile, True) for n in (8, 16, 32, 64)] == [(3, wide), (3, wide), (2, wide), (2, halves)]
     assert [found(99, n, sparse11, True) for n in (8, 16)] == [(2, pairs), (3, wide)]
     assert [found(99, n, dense12, False) for n in (8, 16, 32, 64)] == [(3, wide), (2, wide), (2, wide), (2, halves)]
     assert [found(163, n, tile, True) for n in (8, 16, 32, 64)] == [(2, pairs)] * 3 + [(2, wide)]
-    assert [found(163, n, dense12, False) for n in (8, 16, 32, 64)] == [(4, wide), (4, wide), (3, wide), (2, wide)]
+    assert [found(163, n, dense12, False) for n in (8, 16, 32, 64)] == [(4, wide), (3, wide), (3, wide), (2, wide)]
     assert [found(227, n, tile, True) for n in (8, 16, 32, 64)] == [(2, pairs)] * 4
-    assert [found(227, n, dense12, False) for n in (8, 16, 32, 64)] == [(4, wide)] * 3 + [(3, wide)]
+    assert [found(227, n, dense12, False) for n in (8, 16, 32, 64)] == [(4, wide), (3, wide), (4, wide), (3, wide)]
+    # Eight slabs a block fill two stages of pairs sooner, sixteen or more keep three busy, where they fit.
+    assert [found(227, n, tile, True, 128) for n in (1, 8, 16, 17, 64)] == [(3, pairs)] * 3 + [(2, pairs)] * 2
+    assert [found(227, 16, tile, True, row_blocks) for row_blocks in (127, 128)] == [(2, pairs), (3, pairs)]
+    assert [found(163, n, tile, True, 128) for n in (8, 16, 32)] == [(3, pairs), (2, pairs), (2, pairs)]
+    assert [found(163, n, sparse11, True, 128) for n in (8, 16, 32)] == [(3, pairs), (3, pairs), (2, pairs)]
+    assert [found(99, n, sparse11, True, 128) for n in (8, 16)] == [(2, pairs), (3, wide)]
+    assert [found(99, n, sparse8, True, 128) for n in (8, 16)] == [(3, pairs), (2, pairs)]
+    assert [found(227, n, dense8, False) for n in (8, 16, 32)] == [(4, wide)] * 3
     # Two row blocks together where pairs have no room, more than 32 tokens, and enough to do for each block.
     assert [found(163, n, tile, True, 448) for n in (32, 33, 64, 512)] == [(2, pairs)] + [(2, two_rows)] * 3
     assert [found(163, n, sparse11, True, 448) for n in (32, 64)] == [(2, pairs), (2, two_rows)]

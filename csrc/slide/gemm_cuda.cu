@@ -7,13 +7,13 @@
 
 namespace macko {
 
-extern template cudaError_t slide_run<MACKO_SLIDE_S8>(slide_kind, slide_size, const macko_slide_gemm_args &, int,
+extern template cudaError_t slide_run<MACKO_SLIDE_S8>(slide_kind, slide_plan, const macko_slide_gemm_args &, int,
                                                       cudaStream_t);
-extern template cudaError_t slide_run<MACKO_SLIDE_E4M3>(slide_kind, slide_size, const macko_slide_gemm_args &, int,
+extern template cudaError_t slide_run<MACKO_SLIDE_E4M3>(slide_kind, slide_plan, const macko_slide_gemm_args &, int,
                                                         cudaStream_t);
-extern template cudaError_t slide_run<MACKO_SLIDE_F16>(slide_kind, slide_size, const macko_slide_gemm_args &, int,
+extern template cudaError_t slide_run<MACKO_SLIDE_F16>(slide_kind, slide_plan, const macko_slide_gemm_args &, int,
                                                        cudaStream_t);
-extern template cudaError_t slide_run<MACKO_SLIDE_BF16>(slide_kind, slide_size, const macko_slide_gemm_args &, int,
+extern template cudaError_t slide_run<MACKO_SLIDE_BF16>(slide_kind, slide_plan, const macko_slide_gemm_args &, int,
                                                         cudaStream_t);
 
 // The same for GPUs without wgmma; cudaErrorNotSupported where the type needs a later one. asked: where not NULL it only
@@ -57,6 +57,22 @@ slide_size size_of_tile(slide_kind kind, const macko_slide_gemm_args &args, int 
     return best;
 }
 
+slide_plan plan_of(slide_kind kind, const macko_slide_gemm_args &args, int num_sms) {
+    const slide_size size = size_of_tile(kind, args, num_sms);
+    if (const int *said = macko_knob(MACKO_KNOB_SLIDE_CLUSTER)) return {size, {said[0], said[1]}};
+    const int tokens = slide_size_tokens(size), most = tokens >= 128 ? 1 : tokens == 64 ? 2 : 4;
+    const macko_slide_shape &shape = args.weight.shape;
+    const int64_t k_tiles = macko_slide_k_tiles(shape.cols, shape.n, shape.type), slots = 2 * num_sms;
+    const int64_t tiles = macko_slide_row_blocks(shape.rows) * ((args.tokens + tokens - 1) / tokens);
+    int splits = 1;
+    while (splits < most && k_tiles >= splits * 16) {
+        const int64_t blocks = tiles * splits * 2;
+        if (blocks > slots || (blocks > num_sms && k_tiles < splits * 32)) break;
+        splits *= 2;
+    }
+    return {size, {tokens >= 128 ? 2 : 1, splits}};
+}
+
 } // namespace
 } // namespace macko
 
@@ -75,11 +91,11 @@ cudaError_t macko_slide_gemm_cuda(const macko_slide_gemm_args *args, cudaStream_
     if (const cudaError_t error = current_device(&device)) return error;
     const slide_kind kind = args->weight.shape.n ? SLIDE_SPARSE : SLIDE_DENSE;
     if (!macko_has_wgmma(device.major)) return slide_run_mma(kind, *args, stream, nullptr);
-    const slide_size size = size_of_tile(kind, *args, device.num_sms);
+    const slide_plan plan = plan_of(kind, *args, device.num_sms);
     switch (args->weight.shape.type) {
-    case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, size, *args, device.num_sms, stream);
-    case MACKO_SLIDE_E4M3: return slide_run<MACKO_SLIDE_E4M3>(kind, size, *args, device.num_sms, stream);
-    case MACKO_SLIDE_F16: return slide_run<MACKO_SLIDE_F16>(kind, size, *args, device.num_sms, stream);
-    default: return slide_run<MACKO_SLIDE_BF16>(kind, size, *args, device.num_sms, stream);
+    case MACKO_SLIDE_S8: return slide_run<MACKO_SLIDE_S8>(kind, plan, *args, device.num_sms, stream);
+    case MACKO_SLIDE_E4M3: return slide_run<MACKO_SLIDE_E4M3>(kind, plan, *args, device.num_sms, stream);
+    case MACKO_SLIDE_F16: return slide_run<MACKO_SLIDE_F16>(kind, plan, *args, device.num_sms, stream);
+    default: return slide_run<MACKO_SLIDE_BF16>(kind, plan, *args, device.num_sms, stream);
     }
 }

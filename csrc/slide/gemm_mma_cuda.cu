@@ -61,6 +61,9 @@ cudaError_t mma_launch(const macko_slide_gemm_args &args, const device_info &dev
     const int64_t last = TILE::TOKENS > 64 || tiles < slots ? tiles % slots : 0;
     common.splits = TILE::TOKENS > 64 ? best_splits(last, common.k_tiles, MAX_SPLITS, slots)
                                       : num_splits(last, common.k_tiles, MAX_SPLITS, slots);
+    if (const int *said = macko_knob(MACKO_KNOB_SLIDE_CLUSTER)) common.splits = said[1] && last ? said[1] : common.splits;
+    task.group = 8;
+    if (const int *said = macko_knob(MACKO_KNOB_SLIDE_CLUSTER)) task.group = said[0];
     constexpr int64_t TILE_SUMS = (int64_t)TILE::ROWS * TILE::TOKENS;
     if (asked) {
         *asked = common.splits > 1 ? common.splits * last * TILE_SUMS * (int64_t)sizeof(slide_sum<TYPE>) : 0;

@@ -5,9 +5,9 @@
 //     warpgroups   | consumer 0: rows 0..63 | consumer 1: rows 64..127, of large tiles | producer: one thread |
 //     stage        | tokens, TOKENS x 128 bytes: TMA, 128-byte swizzle | weights, a tile a consumer: bulk copies |
 //                  128 bytes of expanded columns, a k tile; one full and one empty mbarrier
-//     cluster      of large tiles 2 blocks with neighbouring rows: each loads half of the tokens and multicasts it to both
-//                  (without it 50 % slower on an H200); of few small tiles 2 or 4 blocks that share one tile, each some of its
-//                  k tiles (split-K): the first block adds the others' sums, which come through DSMEM
+//     cluster      up to 8 blocks: 1 or 2 with neighbouring rows, each of which loads half of the tokens and multicasts it to
+//                  both (many tokens; without it 50 % slower on an H200), times those that share a tile, each some of its k
+//                  tiles (split-K): each adds the sums of some tokens, in order, which it reads through DSMEM
 //     consumer     | k tiles 0, 1 | store 0 of the tile before | k tiles 2, 3 | store 1 | ... | last sums: scale, round, keep |
 //     a store      up to 32 tokens x 64 rows: stmatrix into a staging buffer, of which there are two, then TMA
 //
@@ -75,8 +75,8 @@ struct slide_task {
     int64_t rows;
     int tokens, row_blocks, k_tiles, row_tiles, token_tiles;
     int whole_tiles, num_tiles;
-    int multicast;  // blocks of a cluster, 1 or 2, with neighbouring rows, that each load a part of their tokens for both
-    int splits;     // blocks, or pairs of them, of a cluster that share the k tiles of one tile (split-K)
+    int multicast; // blocks of a cluster, 1 or 2, with neighbouring rows, that each load a part of their tokens for both
+    int splits;    // blocks, or pairs of them, of a cluster that share the k tiles of one tile (split-K)
     int last_share; // tokens of a last tile that each block of a pair loads
     int uses_pdl;   // the launch starts while the quantiser still runs
     int is_bf16;    // the output and the bias; else fp16
@@ -118,6 +118,7 @@ struct slide_tile {
     __host__ __device__ static constexpr int releases(int multicast) {
         return WARPGROUPS * (KIND == SLIDE_SPARSE ? 127 + multicast : multicast);
     }
+    static constexpr bool FETCHES_EARLY = TOKENS <= 64;
     static constexpr int PREFETCH = 65536 / WEIGHT_BYTES; // stages, so that all blocks' together fit L2
     // Offsets in shared memory; the swizzles want multiples of 1024 (tokens, staging, dense tiles) and 512.
     static constexpr int STAGING = STAGES * TOKEN_BYTES;
@@ -201,14 +202,18 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
     };
     int early = 0; // stages whose weights have been fetched already
     if (task.uses_pdl) {
-        // PDL: the weights exist before the tokens do: the first ones are brought here meanwhile, the next ones to L2.
+        // PDL: the weights exist before the tokens do. Small tiles, which have room beside the quantiser's block, bring the
+        // first ones here meanwhile, large ones to L2 alone: when they, too, brought weights here, and those of each stage
+        // before its tokens, pairs took some 1 us more (H100, 2026-11-28; which of the two it was has not been tried apart).
         const slide_work work = slide_work_of<TILE>(task, blockIdx.x / blocks, rank);
         const int share = work.token_tile == task.token_tiles - 1 ? task.last_share : TILE::TOKENS / task.multicast;
         begin(work);
-        for (early = 0; early < min(last_k_tile - first_k_tile, TILE::STAGES); early++) {
-            sm90::barrier_arrive_expect_tx(full + early * 8,
-                                           share * task.multicast * 128 + work.warpgroups * TILE::TILE_BYTES);
-            fetch_weights(work.warpgroups, early);
+        if (TILE::FETCHES_EARLY) {
+            for (; early < min(last_k_tile - first_k_tile, TILE::STAGES); early++) {
+                sm90::barrier_arrive_expect_tx(full + early * 8,
+                                               share * task.multicast * 128 + work.warpgroups * TILE::TILE_BYTES);
+                fetch_weights(work.warpgroups, early);
+            }
         }
         const int more = min(last_k_tile - first_k_tile - early, TILE::PREFETCH) * TILE::TILE_BYTES;
         if (more > 0) sm90::bulk_prefetch_l2(weights, more);
@@ -226,18 +231,17 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
         if (!early) begin(work);
         for (int k_tile = first_k_tile; k_tile < last_k_tile; k_tile++, pipeline.advance(TILE::STAGES)) {
             const uint32_t barrier = full + pipeline.stage * 8;
-            if (early) {
-                early--;
-            } else {
+            const bool fetched = TILE::FETCHES_EARLY && early;
+            if (!fetched) {
                 sm90::producer_acquire(empty, pipeline);
                 sm90::barrier_arrive_expect_tx(barrier, stage_bytes);
-                fetch_weights(work.warpgroups, pipeline.stage);
             }
             const uint32_t tokens = smem + pipeline.stage * TILE::TOKEN_BYTES + rank * share * 128;
             if (task.multicast == 1)
                 sm90::tma_load(tokens, lifted, k_tile * 128, token, barrier);
             else
                 sm90::tma_load_multicast(tokens, lifted, k_tile * 128, token, barrier, ranks);
+            fetched ? (void)early-- : fetch_weights(work.warpgroups, pipeline.stage);
         }
     }
 }
@@ -313,9 +317,8 @@ __device__ __forceinline__ void slide_finish_split(const slide_task &task, uint3
         for (int i = 0; i < 2; i++)
             rounded[i] = slide_pack2(fmaf(scale[i], by[0] * (float)total[2 * i], bias[i]),
                                      fmaf(scale[i], by[1] * (float)total[2 * i + 1], bias[i]), task.is_bf16);
-        sm90::stmatrix_x2_trans(done + (octet - first) * 1024 + lane % 8 * 128 +
-                                    (((warp * 2 + lane / 8 % 2) ^ (lane % 8)) << 4),
-                                rounded);
+        sm90::stmatrix_x2_trans(
+            done + (octet - first) * 1024 + lane % 8 * 128 + (((warp * 2 + lane / 8 % 2) ^ (lane % 8)) << 4), rounded);
     }
     sm90::cluster_arrive(); // what others have here has been read
     sm90::fence_proxy_async();
@@ -541,19 +544,19 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, slide_cluster cluste
     task.uses_pdl =
         args.follows_quantiser && args.tokens <= 512 && (args.tokens <= 4 || blocks <= num_sms || blocks >= slots);
     if (const int *said = macko_knob(MACKO_KNOB_PDL)) task.uses_pdl = args.follows_quantiser && said[0];
-    return launch_kernel(slide_gemm_kernel<TYPE, KIND, SIZE>,
-                         {(task.splits > 1 ? task.num_tiles : std::min<int64_t>(task.num_tiles, clusters)) *
-                              cluster_blocks,
-                          TILE::THREADS, TILE::SMEM_BYTES, task.uses_pdl != 0, cluster_blocks},
-                         stream, task);
+    return launch_kernel(
+        slide_gemm_kernel<TYPE, KIND, SIZE>,
+        {(task.splits > 1 ? task.num_tiles : std::min<int64_t>(task.num_tiles, clusters)) * cluster_blocks,
+         TILE::THREADS, TILE::SMEM_BYTES, task.uses_pdl != 0, cluster_blocks},
+        stream, task);
 }
 
 template <macko_slide_type TYPE, slide_kind KIND>
 cudaError_t slide_run_kind(slide_plan plan, const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream) {
-    return for_constant<SLIDE_64x16, SLIDE_64x32, SLIDE_64x64, SLIDE_128x64, SLIDE_128x128, SLIDE_128x192, SLIDE_128x256>(
-        plan.size, [&](auto of) {
-            return slide_launch<TYPE, KIND, slide_size(decltype(of)::value)>(args, plan.cluster, num_sms, stream);
-        });
+    return for_constant<SLIDE_64x16, SLIDE_64x32, SLIDE_64x64, SLIDE_128x64, SLIDE_128x128, SLIDE_128x192,
+                        SLIDE_128x256>(plan.size, [&](auto of) {
+        return slide_launch<TYPE, KIND, slide_size(decltype(of)::value)>(args, plan.cluster, num_sms, stream);
+    });
 }
 
 template <macko_slide_type TYPE>

@@ -57,7 +57,7 @@ struct mma_task {
     int64_t row_bytes;    // of a block of 64 packed rows
     uint32_t token_bytes; // of a lifted token
     int64_t out_stride;
-    int stages, group;
+    int stages;
 };
 
 // Whether a stage's barrier is in two halves, where a block has an SM to itself: each warp arrives before its first step and
@@ -131,7 +131,7 @@ struct mma_unit {
 
     // Tiles in groups of a few row tiles, all token tiles of a group together: both operands are found in L2.
     __device__ mma_unit(const mma_task &of, int index) {
-        const int GROUP = of.group;
+        constexpr int GROUP = 8;
         const slide_task &task = of.common;
         split_tile = index < of.whole ? -1 : (index - of.whole) / task.splits;
         split = index < of.whole ? 0 : (index - of.whole) % task.splits;

@@ -1,6 +1,7 @@
 """The slide format: bytes, every mask, quantising, products exact in integers, what is refused."""
 
 import json
+import random
 from itertools import product
 from pathlib import Path
 
@@ -254,17 +255,31 @@ def assert_exact(tokens: int, rows: int, cols: int, n: int, dtype: torch.dtype) 
     assert_same_bits(y, (q.cuda().double() @ codes.cuda().double().t()).to(torch.bfloat16))
 
 
+CLUSTERS = ("", "1x1", "2x1", "1x2", "1x3", "1x5", "1x8", "2x2", "2x3", "2x4")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", ["64x16", "64x32", "64x64", "128x128", "128x192", "128x256"])
+@pytest.mark.parametrize("tile", ["64x16", "64x32", "64x64", "128x64", "128x128", "128x192", "128x256"])
 @pytest.mark.parametrize("n", [0, 4])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_tile(dtype: torch.dtype, n: int, tile: str, plan: Plan) -> None:
     multiplied("cuda", dtype)
-    plan(f"slide_tile={tile}")
     of_tile = int(tile.split("x")[1])
-    # Small tiles: long enough for two and four blocks to share one, and short. Large: several tiles of a block, too.
-    for tokens, rows, cols in ((of_tile - 3, 72, 4400 // dtype.itemsize), (of_tile + 5, 136, 200)):
-        assert_exact(tokens, rows, cols, n, dtype)
+    for cluster in CLUSTERS:
+        plan(f"slide_tile={tile}" + (f",slide_cluster={cluster}" if cluster else ""))
+        # Long enough for eight blocks to share a tile, and short: fewer share it then.
+        for tokens, rows, cols in ((of_tile - 3, 72, 4400 // dtype.itemsize), (of_tile + 5, 136, 200)):
+            assert_exact(tokens, rows, cols, n, dtype)
+
+
+@pytest.mark.gpu
+def test_every_plan_of_few_tokens_runs(plan: Plan) -> None:
+    """Of many sizes, and on GPUs with fewer SMs."""
+    choice = random.Random(0)
+    for _ in range(60):
+        plan(f"sms={choice.choice((2, 6, 26, 78, 114, 132))}")
+        tokens, rows, cols = choice.randint(33, 260), choice.randint(1, 3000), choice.randint(1, 6000)
+        assert_exact(tokens, rows, cols, choice.choice((0, 2, 4)), choice.choice((INT8, FP8)))
 
 
 @pytest.mark.gpu

@@ -33,7 +33,8 @@ MACKO_C_BEGIN
     KNOB(EARLY, "early", 1, "a number")                                                                                \
     KNOB(HEAD, "head", 1, "a number")                                                                                  \
     KNOB(SMS, "sms", 1, "a number")                                                                                    \
-    KNOB(SHARED_KB, "shared_kb", 1, "a number")
+    KNOB(SHARED_KB, "shared_kb", 1, "a number")                                                                        \
+    KNOB(SLIDE_CLUSTER, "slide_cluster", 2, "a number of blocks that multicast x splits")
 
 #define MACKO_KNOB_ID(id, key, numbers, value) MACKO_KNOB_##id,
 typedef enum macko_knob_id { MACKO_KNOBS(MACKO_KNOB_ID) MACKO_NUM_KNOBS } macko_knob_id;

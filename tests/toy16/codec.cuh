@@ -10,7 +10,7 @@ template <typename VALUE>
 struct toy16 {
     using T = VALUE;
     struct constants {};
-    static constexpr bool SAME_SIZE = true, SCALED = false;
+    static constexpr bool SAME_SIZE = true, SCALED = false, READS_AHEAD = false;
     static constexpr int STEPS = 1;
     static constexpr int BASE = 0, HALVES_TO = 0;
     static constexpr int TILE_BYTES = MACKO_SLAB_SLICES * 4 * MACKO_TOY16_STEP_BYTES;

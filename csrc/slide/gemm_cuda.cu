@@ -86,9 +86,10 @@ slide_plan plan_of(slide_kind kind, const macko_slide_gemm_args &args, int num_s
     // pays only up to one block an SM (H200: o of Qwen2.5-7B, 56 tiles of 28 stages, 6.5 -> 5.8 us; qkv, 72, no gain); 33 to 256 tokens only
     // with 64 stages (H100: qkv of Qwen2.5-7B, 6:8, 64 tokens 14.4 -> 12.7 us without; o, 128 tokens, 14.7 -> 12.7).
     int &splits = plan.cluster.splits;
+    const bool few = args.tokens > 32 && args.tokens <= 256;
     while (splits < most && k_tiles >= splits * 16) {
         const int64_t blocks = tiles * splits * 2;
-        if (blocks > slots || (blocks > num_sms && k_tiles < splits * (tokens == 64 ? 64 : 32))) break;
+        if (blocks > slots || (blocks > num_sms && k_tiles < splits * (few ? 64 : 32))) break;
         splits *= 2;
     }
     if (tokens >= 128) plan.cluster.multicast = 2;

@@ -74,7 +74,7 @@ FEW_SMS = ("sms=2", "sms=6")
 KNOBS: dict[str, Sequence[str]] = {
     "sell": ("", *FEW_SMS, OLD_COPIES, "stream_tokens=1000000"),
     "tile": ("", *FEW_SMS, OLD_COPIES, *RINGS, *(f"tile_tokens=1000000,tile_gemm={way}" for way in GEMM_WAYS)),
-    "slide": ("", *FEW_SMS, OLD_COPIES, "slide_cluster=1x3", "slide_cluster=2x4"),
+    "slide": ("", *FEW_SMS, OLD_COPIES, "slide_tile=128x64,slide_cluster=1x3", "slide_tile=128x128,slide_cluster=2x4"),
     "experts": ("", "tile_tokens=0,sms=2", "tile_tokens=1000,sms=2", "tile_tokens=1000,shared_kb=99"),
     **dict.fromkeys(("dense12", "sparse11"), ("", *FEW_SMS, *RINGS, *(f"tile_gemm={way}" for way in OTHER_WAYS))),
     **dict.fromkeys(("dense8", "sparse8"), ("", *FEW_SMS, *RINGS, *(f"tile_gemm={way}" for way in GEMM_WAYS))),

@@ -2,9 +2,6 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
-#include <cmath>
-
 #include "../core/cuda.cuh"
 #include "gemm_cuda.cuh"
 
@@ -60,56 +57,19 @@ slide_size size_of_tile(slide_kind kind, const macko_slide_gemm_args &args, int 
     return best;
 }
 
-// For 33 to 256 tokens: the least microseconds, counted from weights that come from memory, and tiles that an SM gets from
-// L2, of which the longer one hides most of the other. Constants fitted to an H100 (2026-11-28; 60 lines, int8, dense, 2:4
-// and 6:8, eight linears, 64, 128 and 256 tokens), timed before large tiles fetched as they do now. On those same lines the
-// plan taken is 0.4 % slower than the best in the mean, 7 % at most; pairs without splits count as assumed, not as timed.
-slide_plan counted_plan(const macko_slide_gemm_args &args, int num_sms) {
-    constexpr double MEMORY = 2.71e6, SM = 73160;        // bytes a microsecond: of the GPU, of an SM
-    constexpr double SPLIT = 1.67, PART = 0.439;         // microseconds: of split-K, of each part of 64 tokens
-    constexpr double MULTICAST = 1.2, MULTICASTS = 0.97; // microseconds, and what is left of an SM's time
-    constexpr double BUSY = 1.57;                        // times the blocks, one an SM, that memory is busy with: SMs
-    constexpr double UNEVEN = 0.239, HALVES = 0.665;     // of small tiles' last round, of a round of halves
+// Large tiles whose k tiles four blocks, or pairs, share: 33 to 256 tokens, a long sum, and clusters that all find room at
+// once, which do not fill GPCs. Down of Qwen2.5-7B, 6:8, 64, 128 and 256 tokens: 39.7 -> 32.5, 42.7 -> 36.5, 62.2 -> 46.5 us;
+// of Llama-3.2-3B, dense, at 256 tokens, 64 k tiles: 24.2 -> 25.5 us, so it is left as it is (H100, 2026-11-28).
+bool splits_large(const macko_slide_gemm_args &args, int num_sms, slide_plan &plan) {
+    if (args.tokens <= 32 || args.tokens > 256) return false;
     const macko_slide_shape &shape = args.weight.shape;
     const int64_t k_tiles = macko_slide_k_tiles(shape.cols, shape.n, shape.type);
-    const double tile_bytes = macko_slide_tile_bytes(shape.n, shape.type);
-    const double weights = (double)(macko_slide_row_blocks(shape.rows) * k_tiles) * tile_bytes / MEMORY;
-    constexpr slide_cluster CLUSTERS[] = {{1, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 1}, {2, 4}};
-    slide_plan best{SLIDE_64x64, {1, 1}};
-    double least = 1e30;
-    for (const slide_size size : {SLIDE_64x64, SLIDE_128x64, SLIDE_128x128, SLIDE_128x256}) {
-        const int rows = slide_size_rows(size), tokens = slide_size_tokens(size), warpgroups = rows / 64;
-        if (tokens > 64 && args.tokens <= tokens / 2) break;
-        for (const slide_cluster cluster : CLUSTERS) {
-            const int multicast = cluster.multicast, splits = cluster.splits,
-                      slots = warpgroups == 1 ? 2 * num_sms : num_sms;
-            // Pairs multicast many tokens alone, and then of fours.
-            if (tokens < 128 ? multicast > 1 : multicast == 1 && splits == 4) continue;
-            const int64_t tiles = (shape.rows + rows * multicast - 1) / (rows * multicast) *
-                                  ((args.tokens + tokens - 1) / tokens) * splits; // of so many clusters' parts
-            const int64_t blocks = tiles * multicast;
-            // Clusters do not fill GPCs: with more blocks some would begin when others have ended (6 to 8 us).
-            if (splits > 1 && (blocks * 10 > slots * 9 || k_tiles < 8 * splits)) continue;
-            double rounds;
-            if (warpgroups == 1) {
-                const double even = (double)blocks / num_sms;
-                rounds = std::max(1.0, even + UNEVEN * (std::ceil(even) - even));
-            } else {
-                const int64_t at_once = std::max(1, num_sms / multicast);
-                const int64_t whole = splits > 1 ? tiles : slide_whole_tiles(tiles, at_once, warpgroups);
-                rounds = (double)((whole + at_once - 1) / at_once) + (whole < tiles ? HALVES : 0);
-            }
-            const double part = (double)((k_tiles / 2 + splits - 1) / splits * 2);
-            double sm = rounds * part * (tokens * 128 + warpgroups * tile_bytes) / SM;
-            if (multicast > 1 && splits == 1) sm *= MULTICASTS;
-            const double memory = weights * std::max(1.0, num_sms / (BUSY * (double)blocks));
-            double time = std::cbrt(memory * memory * memory + sm * sm * sm);
-            if (splits > 1) time += SPLIT + PART * splits * tokens / 64;
-            if (multicast > 1 && splits == 1) time += MULTICAST;
-            if (time < least) least = time, best = {size, cluster};
-        }
-    }
-    return best;
+    const slide_size size = args.tokens <= 64 ? SLIDE_128x64 : args.tokens <= 128 ? SLIDE_128x128 : SLIDE_128x256;
+    const int multicast = args.tokens <= 64 ? 1 : 2, rows = 128 * multicast;
+    const int64_t blocks = (shape.rows + rows - 1) / rows * multicast * 4;
+    if (k_tiles < (args.tokens <= 128 ? 64 : 96) || blocks * 10 > num_sms * 9) return false;
+    plan = {size, {multicast, 4}};
+    return true;
 }
 
 slide_plan plan_of(slide_kind kind, const macko_slide_gemm_args &args, int num_sms) {
@@ -117,17 +77,19 @@ slide_plan plan_of(slide_kind kind, const macko_slide_gemm_args &args, int num_s
     const bool says_tile = macko_knob(MACKO_KNOB_SLIDE_TILE) != nullptr;
     const int *said = macko_knob(MACKO_KNOB_SLIDE_CLUSTER);
     if (said) return {plan.size, {said[0], said[1]}};
-    if (!says_tile && args.tokens > 32 && args.tokens <= 256) return counted_plan(args, num_sms);
+    if (!says_tile && splits_large(args, num_sms, plan)) return plan;
     const int tokens = slide_size_tokens(plan.size), most = tokens >= 128 ? 1 : tokens == 64 ? 2 : 4;
     const macko_slide_shape &shape = args.weight.shape;
     const int64_t k_tiles = macko_slide_k_tiles(shape.cols, shape.n, shape.type), slots = 2 * num_sms;
     const int64_t tiles = macko_slide_row_blocks(shape.rows) * ((args.tokens + tokens - 1) / tokens);
     // Few tiles: split-K, by as many blocks as are on the GPU at once. With short sums left (under 16 stages a block) it
-    // pays only up to one block an SM (H200: o of Qwen2.5-7B, 56 tiles of 28 stages, 6.5 -> 5.8 us; qkv, 72, no gain).
+    // pays only up to one block an SM (H200: o of Qwen2.5-7B, 56 tiles of 28 stages, 6.5 -> 5.8 us; qkv, 72, no gain); 33 to 256 tokens only
+    // with 64 stages (H100: qkv of Qwen2.5-7B, 6:8, 64 tokens 14.4 -> 12.7 us without; o, 128 tokens, 14.7 -> 12.7).
     int &splits = plan.cluster.splits;
+    const bool few = args.tokens > 32 && args.tokens <= 256;
     while (splits < most && k_tiles >= splits * 16) {
         const int64_t blocks = tiles * splits * 2;
-        if (blocks > slots || (blocks > num_sms && k_tiles < splits * 32)) break;
+        if (blocks > slots || (blocks > num_sms && k_tiles < splits * (few ? 64 : 32))) break;
         splits *= 2;
     }
     if (tokens >= 128) plan.cluster.multicast = 2;

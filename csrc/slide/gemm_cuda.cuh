@@ -5,9 +5,10 @@
 //     warpgroups   | consumer 0: rows 0..63 | consumer 1: rows 64..127, of large tiles | producer: one thread |
 //     stage        | tokens, TOKENS x 128 bytes: TMA, 128-byte swizzle | weights, a tile a consumer: bulk copies |
 //                  128 bytes of expanded columns, a k tile; one full and one empty mbarrier
-//     cluster      up to 8 blocks: 1 or 2 with neighbouring rows, each of which loads half of the tokens and multicasts it to
-//                  both (many tokens; without it 50 % slower on an H200), times those that share a tile, each some of its k
-//                  tiles (split-K): each adds the sums of some tokens, in order, which it reads through DSMEM
+//     cluster      of large tiles 2 blocks with neighbouring rows: each loads half of the tokens and multicasts it to both
+//                  (without it 50 % slower on an H200); of few small tiles 2 or 4 blocks that share one tile, each some of its
+//                  k tiles (split-K): the first block adds the others' sums, which come through DSMEM; of few large tiles,
+//                  whose sums are many, 2 to 4 blocks, or pairs, each of which adds the sums of some tokens
 //     consumer     | k tiles 0, 1 | store 0 of the tile before | k tiles 2, 3 | store 1 | ... | last sums: scale, round, keep |
 //     a store      up to 32 tokens x 64 rows: stmatrix into a staging buffer, of which there are two, then TMA
 //
@@ -54,7 +55,12 @@ __host__ __device__ constexpr int slide_size_tokens(slide_size size) {
     return size & 0xffff;
 }
 
-// Blocks of a cluster: those that multicast tokens, times those that share k tiles (split-K); 8 at most.
+// Who adds the sums of blocks that share k tiles. All: large tiles alone, 1 or 2 blocks that multicast at run time. Down of
+// Qwen2.5-7B, 6:8: 64, 128, 256 tokens 1.22, 1.18, 1.28 times as fast as before; but small tiles that finish so took 6 % more
+// at 16 tokens, and large tiles without splits 1 to 2 % more where one kernel served all (H100, 2026-11-28).
+enum slide_finish { SLIDE_FIRST_FINISHES, SLIDE_ALL_FINISH };
+
+// Blocks of a cluster: those that multicast tokens, times those that share k tiles (split-K).
 struct slide_cluster {
     int multicast, splits;
 };
@@ -75,11 +81,11 @@ struct slide_task {
     int64_t rows;
     int tokens, row_blocks, k_tiles, row_tiles, token_tiles;
     int whole_tiles, num_tiles;
-    int multicast; // blocks of a cluster, 1 or 2, with neighbouring rows, that each load a part of their tokens for both
-    int splits;    // blocks, or pairs of them, of a cluster that share the k tiles of one tile (split-K)
-    int last_share; // tokens of a last tile that each block of a pair loads
+    int last_share; // tokens of a last tile that each block of a cluster loads
+    int splits;     // blocks, or pairs, that share the k tiles of one tile (split-K)
     int uses_pdl;   // the launch starts while the quantiser still runs
     int is_bf16;    // the output and the bias; else fp16
+    int multicast;  // blocks of a pair, or 1: where all finish, else a constant
 };
 
 // With what it takes of the arguments as they are.
@@ -96,10 +102,12 @@ inline slide_task slide_task_of(const macko_slide_gemm_args &args) {
     return task;
 }
 
-template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
+template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE, slide_finish FINISH>
 struct slide_tile {
+    static constexpr bool ALL_FINISH = FINISH == SLIDE_ALL_FINISH;
     static constexpr int TOKENS = slide_size_tokens(SIZE);
     static constexpr int WARPGROUPS = slide_size_rows(SIZE) / 64;
+    static constexpr int CLUSTER = TOKENS >= 128 ? 2 : 1; // blocks that multicast, unless all finish
     static constexpr int BLOCKS_PER_SM = WARPGROUPS == 1 ? 2 : 1;
     static constexpr int THREADS = 128 * (WARPGROUPS + 1);
     static constexpr int META_BYTES = KIND == SLIDE_DENSE ? 0 : TYPE <= MACKO_SLIDE_E4M3 ? 1024 : 512;
@@ -110,31 +118,41 @@ struct slide_tile {
     static constexpr int STORE_BYTES = STORE_TOKENS * 128;
     // An SM has 228 KB, of which each block loses 1 KB.
     static constexpr int BUDGET = 228 * 1024 / BLOCKS_PER_SM - 1024 - (SIZE == SLIDE_128x64 ? 32 << 10 : 0);
+    static constexpr int MAX_SPLITS = ALL_FINISH ? 4 : CLUSTER > 1 ? 1 : TOKENS == 64 ? 2 : 4;
     static constexpr int PARTIAL_BYTES = TOKENS * 256; // 64 rows of partial sums
-    static constexpr int FIXED = WARPGROUPS * 2 * STORE_BYTES + 256;
+    static constexpr int ALL_PARTIALS = ALL_FINISH ? 0 : (MAX_SPLITS - 1) * PARTIAL_BYTES;
+    static constexpr int FIXED = WARPGROUPS * 2 * STORE_BYTES + ALL_PARTIALS + 256;
     static constexpr int FIT = (BUDGET - FIXED) / (TOKEN_BYTES + WEIGHT_BYTES);
     static constexpr int STAGES = FIT < 15 ? FIT : 15;
-    // Of a stage, by blocks that multicast.
-    __host__ __device__ static constexpr int releases(int multicast) {
-        return WARPGROUPS * (KIND == SLIDE_SPARSE ? 127 + multicast : multicast);
+    __host__ __device__ static int multicast(const slide_task &task) {
+        return ALL_FINISH ? task.multicast : CLUSTER;
     }
-    static constexpr bool FETCHES_EARLY = TOKENS <= 64;
+    __host__ __device__ static int blocks(const slide_task &task) { // of a cluster
+        return ALL_FINISH ? task.multicast * task.splits : MAX_SPLITS > 1 ? task.splits : CLUSTER;
+    }
+    // Of a stage.
+    __host__ __device__ static int releases(const slide_task &task) {
+        return WARPGROUPS * (KIND == SLIDE_SPARSE ? 127 + multicast(task) : multicast(task));
+    }
     static constexpr int PREFETCH = 65536 / WEIGHT_BYTES; // stages, so that all blocks' together fit L2
     // Offsets in shared memory; the swizzles want multiples of 1024 (tokens, staging, dense tiles) and 512.
     static constexpr int STAGING = STAGES * TOKEN_BYTES;
     static constexpr int WEIGHTS = STAGING + WARPGROUPS * 2 * STORE_BYTES;
-    static constexpr int BARRIERS = WEIGHTS + STAGES * WEIGHT_BYTES; // full, empty
-    static constexpr int SMEM_BYTES = BARRIERS + STAGES * 16;
-    // Split-K, when all stages have been read: sums where tokens were, the scales of tokens where outputs are staged, and the
-    // finished octets of tokens, at most half of a tile's and one, where weights were.
+    static constexpr int PARTIALS = WEIGHTS + STAGES * WEIGHT_BYTES;
+    static constexpr int BARRIERS = PARTIALS + ALL_PARTIALS; // full, empty, partial sums arrived
+    static constexpr int SMEM_BYTES = BARRIERS + STAGES * 16 + 8;
+    // All finish, when all stages have been read: sums where tokens were, the scales of tokens where outputs are staged, and
+    // the finished octets of tokens, at most half of a tile's and one, where weights were.
     static constexpr int OCTETS = TOKENS / 8, DONE_BYTES = (OCTETS / 2 + 1) * 1024;
-    static_assert(WARPGROUPS * PARTIAL_BYTES <= STAGES * TOKEN_BYTES && TOKENS * 4 <= 2 * STORE_BYTES);
-    static_assert(WARPGROUPS * DONE_BYTES <= STAGES * WEIGHT_BYTES);
+    static_assert(!ALL_FINISH || (WARPGROUPS * PARTIAL_BYTES <= STAGES * TOKEN_BYTES && TOKENS * 4 <= 2 * STORE_BYTES));
+    static_assert(!ALL_FINISH || WARPGROUPS * DONE_BYTES <= STAGES * WEIGHT_BYTES);
     // 96 or 128 sums a thread and the rounded ones of the tile before need more registers than 384 threads get: the
     // producer deallocates its own for the consumers (setmaxnreg).
     static constexpr bool MOVES_REGISTERS = TOKENS > 128;
     static_assert(STAGES >= 4 && SMEM_BYTES <= BUDGET && STAGES <= 15);
-    static_assert((232 * WARPGROUPS + 40) * 128 <= 168 * THREADS || !MOVES_REGISTERS, "setmaxnreg would hang");
+    static constexpr int CONSUMER_REGISTERS = ALL_FINISH ? 232 : 240, PRODUCER_REGISTERS = ALL_FINISH ? 40 : 24;
+    static_assert((CONSUMER_REGISTERS * WARPGROUPS + PRODUCER_REGISTERS) * 128 <= 168 * THREADS || !MOVES_REGISTERS,
+                  "setmaxnreg would hang");
 };
 
 // How many tiles are done whole by so many clusters at once. Where the last wave would occupy at most half of the clusters,
@@ -159,12 +177,14 @@ __device__ __forceinline__ slide_work slide_work_of(const slide_task &task, int 
     const int rows = min(GROUP, task.row_tiles - group * GROUP);
     const int token_tile = in_group / rows, row_tile = group * GROUP + in_group - token_tile * rows;
     if (TILE::WARPGROUPS > 1 && half >= 0)
-        return {(row_tile * TILE::WARPGROUPS + half % 2) * task.multicast + rank, 1, token_tile};
-    return {(row_tile * task.multicast + rank) * TILE::WARPGROUPS, TILE::WARPGROUPS, token_tile};
+        return {(row_tile * TILE::WARPGROUPS + half % 2) * TILE::multicast(task) + rank, 1, token_tile};
+    return {(row_tile * TILE::multicast(task) + rank) * TILE::WARPGROUPS, TILE::WARPGROUPS, token_tile};
 }
 
 // The first k tile of one of the blocks that share a tile (split-K): they get whole pairs.
+template <class TILE>
 __device__ __forceinline__ int slide_first_k_tile(const slide_task &task, int split) {
+    if (TILE::MAX_SPLITS == 1) return split ? task.k_tiles : 0;
     return task.k_tiles / 2 * split / task.splits * 2;
 }
 
@@ -181,43 +201,21 @@ __device__ __forceinline__ float slide_bias(const slide_task &task, int64_t row)
 // The producer, one thread of a block: fills the stages with the tokens and the weights of all tiles of its cluster.
 template <class TILE>
 __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, int split) {
-    const int blocks = task.multicast * task.splits;
-    const int first_k_tile = slide_first_k_tile(task, split), last_k_tile = slide_first_k_tile(task, split + 1);
-    const uint16_t ranks = ((1 << task.multicast) - 1) << split * task.multicast;
+    const int blocks = TILE::blocks(task), multicast = TILE::multicast(task);
+    const int first_k_tile = slide_first_k_tile<TILE>(task, split),
+              last_k_tile = slide_first_k_tile<TILE>(task, split + 1);
+    const uint16_t ranks = ((1 << multicast) - 1) << (TILE::ALL_FINISH ? split * multicast : 0);
     const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8;
-    // Of a tile's k tile to a stage. After the last row block: any rows do, their output is not stored.
-    const uint8_t *weights;
-    uint32_t second; // of the second warpgroup, from those of the first
-    const auto begin = [&](const slide_work &work) {
-        const int64_t row_bytes = (int64_t)task.k_tiles * TILE::TILE_BYTES;
-        weights = task.packed + min(work.row_block, task.row_blocks - 1) * row_bytes + first_k_tile * TILE::TILE_BYTES;
-        second = work.row_block + 1 < task.row_blocks ? (uint32_t)row_bytes : 0;
+    // Past the last row block: any rows do, their output is not stored.
+    const auto weights_of = [&](int row_block) {
+        return task.packed + (int64_t)min(row_block, task.row_blocks - 1) * task.k_tiles * TILE::TILE_BYTES;
     };
-    const auto fetch_weights = [&](int warpgroups, int stage) {
-        const uint32_t to = smem + TILE::WEIGHTS + stage * TILE::WEIGHT_BYTES, barrier = full + stage * 8;
-        sm90::bulk_copy(to, weights, TILE::TILE_BYTES, barrier);
-        if (TILE::WARPGROUPS > 1 && warpgroups > 1)
-            sm90::bulk_copy(to + TILE::TILE_BYTES, weights + second, TILE::TILE_BYTES, barrier);
-        weights += TILE::TILE_BYTES;
-    };
-    int early = 0; // stages whose weights have been fetched already
-    if (task.uses_pdl) {
-        // PDL: the weights exist before the tokens do. Small tiles, which have room beside the quantiser's block, bring the
-        // first ones here meanwhile, large ones to L2 alone: when they, too, brought weights here, and those of each stage
-        // before its tokens, pairs took some 1 us more (H100, 2026-11-28; which of the two it was has not been tried apart).
+    if (task.uses_pdl && (int)blockIdx.x / blocks < task.num_tiles) {
+        // PDL: the weights exist before the tokens do, so the first ones are brought to L2 meanwhile.
         const slide_work work = slide_work_of<TILE>(task, blockIdx.x / blocks, rank);
-        const int share = work.token_tile == task.token_tiles - 1 ? task.last_share : TILE::TOKENS / task.multicast;
-        begin(work);
-        if (TILE::FETCHES_EARLY) {
-            for (; early < min(last_k_tile - first_k_tile, TILE::STAGES); early++) {
-                sm90::barrier_arrive_expect_tx(full + early * 8,
-                                               share * task.multicast * 128 + work.warpgroups * TILE::TILE_BYTES);
-                fetch_weights(work.warpgroups, early);
-            }
-        }
-        const int more = min(last_k_tile - first_k_tile - early, TILE::PREFETCH) * TILE::TILE_BYTES;
-        if (more > 0) sm90::bulk_prefetch_l2(weights, more);
-        if (more > 0 && work.warpgroups > 1) sm90::bulk_prefetch_l2(weights + second, more);
+        for (int i = 0; i < work.warpgroups; i++)
+            sm90::bulk_prefetch_l2(weights_of(work.row_block + i) + (int64_t)first_k_tile * TILE::TILE_BYTES,
+                                   min(last_k_tile - first_k_tile, TILE::PREFETCH) * TILE::TILE_BYTES);
     }
     pdl_wait();
     sm90::pipeline_state pipeline;
@@ -225,23 +223,25 @@ __device__ void slide_produce(const slide_task &task, uint32_t smem, int rank, i
         const slide_work work = slide_work_of<TILE>(task, tile, rank);
         const bool is_last = work.token_tile == task.token_tiles - 1;
         const CUtensorMap *lifted = is_last ? &task.last_lifted : &task.lifted;
-        const int share = is_last ? task.last_share : TILE::TOKENS / task.multicast;
+        const int share = is_last ? task.last_share : TILE::TOKENS / multicast;
         const int token = work.token_tile * TILE::TOKENS + rank * share;
-        const int stage_bytes = share * task.multicast * 128 + work.warpgroups * TILE::TILE_BYTES;
-        if (!early) begin(work);
+        const uint8_t *weights[TILE::WARPGROUPS];
+#pragma unroll
+        for (int i = 0; i < TILE::WARPGROUPS; i++) weights[i] = weights_of(work.row_block + i);
         for (int k_tile = first_k_tile; k_tile < last_k_tile; k_tile++, pipeline.advance(TILE::STAGES)) {
             const uint32_t barrier = full + pipeline.stage * 8;
-            const bool fetched = TILE::FETCHES_EARLY && early;
-            if (!fetched) {
-                sm90::producer_acquire(empty, pipeline);
-                sm90::barrier_arrive_expect_tx(barrier, stage_bytes);
-            }
+            sm90::producer_acquire(empty, pipeline);
+            sm90::barrier_arrive_expect_tx(barrier, share * multicast * 128 + work.warpgroups * TILE::TILE_BYTES);
             const uint32_t tokens = smem + pipeline.stage * TILE::TOKEN_BYTES + rank * share * 128;
-            if (task.multicast == 1)
+            if (multicast == 1)
                 sm90::tma_load(tokens, lifted, k_tile * 128, token, barrier);
             else
                 sm90::tma_load_multicast(tokens, lifted, k_tile * 128, token, barrier, ranks);
-            fetched ? (void)early-- : fetch_weights(work.warpgroups, pipeline.stage);
+#pragma unroll
+            for (int i = 0; i < TILE::WARPGROUPS; i++)
+                if (i < work.warpgroups)
+                    sm90::bulk_copy(smem + TILE::WEIGHTS + pipeline.stage * TILE::WEIGHT_BYTES + i * TILE::TILE_BYTES,
+                                    weights[i] + (int64_t)k_tile * TILE::TILE_BYTES, TILE::TILE_BYTES, barrier);
         }
     }
 }
@@ -270,7 +270,31 @@ __device__ __forceinline__ void slide_multiply(slide_sum<TYPE> (&sums)[TOKENS / 
     sm90::warpgroup_commit_batch();
 }
 
-// Split-K: each block of a cluster leaves its sums in its shared memory, and finishes some of the tile's octets of tokens: it
+// Split-K: the first block adds the others' sums, in order. A cluster has one tile then. False: another block has it now.
+template <class TILE, typename SUM>
+__device__ __forceinline__ bool slide_add_partials(const slide_task &task, uint32_t smem, uint32_t sums_here, int split,
+                                                   int thread, SUM (&sums)[TILE::TOKENS / 2]) {
+    if (split > 0) {
+#pragma unroll
+        for (int i = 0; i < TILE::TOKENS / 2; i++)
+            sm90::dsmem_store(smem + TILE::PARTIALS + (split - 1) * TILE::PARTIAL_BYTES + i * 512 + thread * 4, 0,
+                              sums[i]);
+        sm90::barrier_arrive_release(sums_here, 0);
+        return false;
+    }
+    if (task.splits > 1) sm90::barrier_wait_acquire(sums_here, 0);
+    for (int other = 0; other < task.splits - 1; other++) {
+#pragma unroll
+        for (int i = 0; i < TILE::TOKENS / 2; i++) {
+            SUM theirs;
+            sm90::load_shared(theirs, smem + TILE::PARTIALS + other * TILE::PARTIAL_BYTES + i * 512 + thread * 4);
+            sums[i] += theirs;
+        }
+    }
+    return true;
+}
+
+// All finish: each block of a cluster leaves its sums in its shared memory, and finishes some of the tile's octets of tokens: it
 // reads their sums from all blocks (DSMEM), adds them in the order of the splits, scales, rounds and stores them. A cluster
 // has one tile then.
 template <class TILE, typename SUM, int STORES>
@@ -352,14 +376,15 @@ __device__ __forceinline__ void slide_round(const slide_task &task, const SUM (&
 }
 
 // A consumer warpgroup: 64 rows. Thread (warp, lane) holds rows 16 warp + lane / 4 (+ 8), tokens 8 j + 2 (lane % 4) (+ 1).
-template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
+template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE, slide_finish FINISH>
 __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, int split, int warpgroup) {
-    using TILE = slide_tile<TYPE, KIND, SIZE>;
+    using TILE = slide_tile<TYPE, KIND, SIZE, FINISH>;
     constexpr int TOKENS = TILE::TOKENS, STORES = TOKENS / TILE::STORE_TOKENS;
-    const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8;
+    const uint32_t full = smem + TILE::BARRIERS, empty = full + TILE::STAGES * 8, sums_here = empty + TILE::STAGES * 8;
     const int thread = threadIdx.x % 128, lane = thread % 32, warp = __shfl_sync(0xffffffffu, thread / 32, 0);
-    const int blocks = task.multicast * task.splits, other = split * task.multicast + (rank ^ 1);
-    const int k_tiles = slide_first_k_tile(task, split + 1) - slide_first_k_tile(task, split);
+    const int blocks = TILE::blocks(task), multicast = TILE::multicast(task);
+    const int pair = TILE::ALL_FINISH ? split * multicast : 0; // its first block in the cluster
+    const int k_tiles = slide_first_k_tile<TILE>(task, split + 1) - slide_first_k_tile<TILE>(task, split);
     const uint64_t first_weights =
         sm90::smem_descriptor<KIND == SLIDE_SPARSE ? 64 : 128>(smem + TILE::WEIGHTS + warpgroup * TILE::TILE_BYTES);
     const uint64_t first_tokens = sm90::smem_descriptor<128>(smem);
@@ -393,9 +418,10 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         const int times = 1 + TILE::WARPGROUPS - work.warpgroups;
         if (KIND == SLIDE_SPARSE) {
             sm90::barrier_arrive(barrier, times);
-            if (task.multicast > 1 && thread == 0) sm90::barrier_arrive_remote(barrier, other, times);
-        } else if (lane == 0 && warp < task.multicast) {
-            warp ? sm90::barrier_arrive_remote(barrier, other, times) : sm90::barrier_arrive(barrier, times);
+            if (multicast > 1 && thread == 0) sm90::barrier_arrive_remote(barrier, pair + (rank ^ 1), times);
+        } else if (lane == 0 && warp < multicast) {
+            TILE::ALL_FINISH || TILE::CLUSTER > 1 ? sm90::barrier_arrive_remote(barrier, pair + warp, times)
+                                                  : sm90::barrier_arrive(barrier);
         }
     };
 
@@ -444,11 +470,14 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         sm90::warpgroup_fence_operand(sums);
         release(previous);
 
-        if (task.splits > 1) {
+        if constexpr (TILE::ALL_FINISH) {
             slide_finish_split<TILE>(task, smem, rank, split, warpgroup, sums, scale, bias, token_scale, (int)first_row,
                                      first_token);
             break;
+        } else if (TILE::MAX_SPLITS > 1 && !slide_add_partials<TILE>(task, smem, sums_here, split, thread, sums)) {
+            return;
         }
+
         slide_round<TILE>(task, sums, scale, bias, token_scale, rounded);
         stored = 0, stored_row = (int)first_row, stored_token = first_token;
     }
@@ -456,46 +485,55 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
     if (thread == 0) sm90::tma_store_wait();
 }
 
-template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
-__global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE>::THREADS, slide_tile<TYPE, KIND, SIZE>::BLOCKS_PER_SM)
+template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE, slide_finish FINISH>
+__global__ void __launch_bounds__(slide_tile<TYPE, KIND, SIZE, FINISH>::THREADS,
+                                  slide_tile<TYPE, KIND, SIZE, FINISH>::BLOCKS_PER_SM)
     slide_gemm_kernel(const __grid_constant__ slide_task task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    using TILE = slide_tile<TYPE, KIND, SIZE>;
+    using TILE = slide_tile<TYPE, KIND, SIZE, FINISH>;
     extern __shared__ __align__(1024) uint8_t memory[];
     const uint32_t smem = shared_address(memory), barriers = smem + TILE::BARRIERS;
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    const int rank = blockIdx.x % task.multicast, split = blockIdx.x / task.multicast % task.splits;
-    const bool clustered = task.multicast * task.splits > 1;
+    // The blocks of a cluster either multicast tokens, for rows of their own, or share the k tiles of one output tile.
+    const int rank = blockIdx.x % TILE::multicast(task);
+    const int split = TILE::ALL_FINISH    ? blockIdx.x / task.multicast % task.splits
+                      : TILE::CLUSTER > 1 ? 0
+                                          : blockIdx.x % task.splits;
+    const bool clustered = TILE::ALL_FINISH || TILE::CLUSTER > 1 || task.splits > 1;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < TILE::STAGES; stage++) {
             sm90::barrier_init(barriers + stage * 8, 1);
-            sm90::barrier_init(barriers + (TILE::STAGES + stage) * 8, TILE::releases(task.multicast));
+            sm90::barrier_init(barriers + (TILE::STAGES + stage) * 8, TILE::releases(task));
         }
         sm90::prefetch_tensor_map(&task.lifted);
         sm90::prefetch_tensor_map(&task.last_lifted);
         sm90::prefetch_tensor_map(&task.out);
+        if (!TILE::ALL_FINISH) sm90::barrier_init(barriers + TILE::STAGES * 16, 128 * (task.splits - 1) + 1);
+        if (!TILE::ALL_FINISH && task.splits > 1) sm90::barrier_arrive(barriers + TILE::STAGES * 16);
         sm90::fence_barrier_init();
         sm90::fence_proxy_async();
     }
     __syncthreads();
     if (clustered) sm90::cluster_sync();
     if (warpgroup == TILE::WARPGROUPS) {
-        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_dealloc<40>();
+        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_dealloc<TILE::PRODUCER_REGISTERS>();
         if (threadIdx.x == TILE::WARPGROUPS * 128) slide_produce<TILE>(task, smem, rank, split);
-        __syncwarp();
-        if (task.splits > 1) {
+        if (TILE::ALL_FINISH) {
+            __syncwarp();
             sm90::cluster_sync(); // with all sums there
             sm90::cluster_arrive();
         }
     } else {
-        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_alloc<232>();
+        if (TILE::MOVES_REGISTERS) sm90::warpgroup_reg_alloc<TILE::CONSUMER_REGISTERS>();
         pdl_wait(); // the previous kernel made the tokens' scales
-        slide_consume<TYPE, KIND, SIZE>(task, smem, rank, split, warpgroup);
+        slide_consume<TYPE, KIND, SIZE, FINISH>(task, smem, rank, split, warpgroup);
     }
     __syncwarp();
     // No block may leave while another one of its cluster writes into it, or reads from it.
-    if (clustered && task.splits == 1) sm90::cluster_arrive();
-    if (clustered) sm90::cluster_wait();
+    if (TILE::ALL_FINISH)
+        sm90::cluster_wait();
+    else if (clustered)
+        sm90::cluster_sync();
 #endif
 }
 
@@ -504,9 +542,9 @@ template <macko_slide_type TYPE>
 cudaError_t slide_run(slide_kind kind, slide_plan plan, const macko_slide_gemm_args &args, int num_sms,
                       cudaStream_t stream);
 
-template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE>
+template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE, slide_finish FINISH>
 cudaError_t slide_launch(const macko_slide_gemm_args &args, slide_cluster cluster, int num_sms, cudaStream_t stream) {
-    using TILE = slide_tile<TYPE, KIND, SIZE>;
+    using TILE = slide_tile<TYPE, KIND, SIZE, FINISH>;
     const macko_slide_shape &shape = args.weight.shape;
     const int64_t token_bytes = args.lifted_cols * macko_slide_element_bytes(TYPE);
     slide_task task = slide_task_of(args);
@@ -514,12 +552,14 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, slide_cluster cluste
     task.token_tiles = (int)((args.tokens + TILE::TOKENS - 1) / TILE::TOKENS);
     task.multicast = cluster.multicast;
     task.splits = std::max(1, std::min(cluster.splits, task.k_tiles / 2));
-    if (task.multicast < 1 || task.multicast > 2 || task.multicast * task.splits > 8) return cudaErrorInvalidValue;
+    const bool exists =
+        TILE::ALL_FINISH ? cluster.multicast == 1 || cluster.multicast == 2 : cluster.multicast == TILE::CLUSTER;
+    if (!exists || cluster.splits > TILE::MAX_SPLITS) return cudaErrorInvalidValue; // as a knob may say
     const int cluster_blocks = task.multicast * task.splits, cluster_rows = TILE::WARPGROUPS * task.multicast;
     task.row_tiles = (task.row_blocks + cluster_rows - 1) / cluster_rows;
     const int64_t tiles = (int64_t)task.row_tiles * task.token_tiles, slots = num_sms * TILE::BLOCKS_PER_SM;
     const int64_t clusters = slots / cluster_blocks;
-    const int64_t whole = task.splits > 1 ? tiles : slide_whole_tiles(tiles, clusters, TILE::WARPGROUPS);
+    const int64_t whole = TILE::ALL_FINISH ? tiles : slide_whole_tiles(tiles, clusters, TILE::WARPGROUPS);
     task.whole_tiles = (int)whole;
     task.num_tiles = (int)(2 * tiles - task.whole_tiles);
     const int last = task.tokens - (task.token_tiles - 1) * TILE::TOKENS;
@@ -532,10 +572,10 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, slide_cluster cluste
     if (status == cudaSuccess) status = map_tokens(&task.last_lifted, task.last_share);
     if (status == cudaSuccess)
         status = sm90::make_tensor_map(&task.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, args.out, shape.rows, args.tokens,
-                                       args.out_stride * 2, 64, task.splits > 1 ? 8 : TILE::STORE_TOKENS);
+                                       args.out_stride * 2, 64, TILE::ALL_FINISH ? 8 : TILE::STORE_TOKENS);
     if (status == cudaSuccess)
-        status = cudaFuncSetAttribute(slide_gemm_kernel<TYPE, KIND, SIZE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      TILE::SMEM_BYTES);
+        status = cudaFuncSetAttribute(slide_gemm_kernel<TYPE, KIND, SIZE, FINISH>,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, TILE::SMEM_BYTES);
     if (status != cudaSuccess) return status;
     // PDL, starting beside the quantiser, saves 1 us of 10, or 2 of 25. Where not all SMs are needed, blocks avoid those that
     // the quantiser still occupies and pile up on others (down at 16 tokens 26.9 us instead of 25.2); with many tokens the
@@ -545,18 +585,24 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, slide_cluster cluste
         args.follows_quantiser && args.tokens <= 512 && (args.tokens <= 4 || blocks <= num_sms || blocks >= slots);
     if (const int *said = macko_knob(MACKO_KNOB_PDL)) task.uses_pdl = args.follows_quantiser && said[0];
     return launch_kernel(
-        slide_gemm_kernel<TYPE, KIND, SIZE>,
-        {(task.splits > 1 ? task.num_tiles : std::min<int64_t>(task.num_tiles, clusters)) * cluster_blocks,
+        slide_gemm_kernel<TYPE, KIND, SIZE, FINISH>,
+        {(TILE::ALL_FINISH ? task.num_tiles : std::min<int64_t>(task.num_tiles, clusters)) * cluster_blocks,
          TILE::THREADS, TILE::SMEM_BYTES, task.uses_pdl != 0, cluster_blocks},
         stream, task);
 }
 
 template <macko_slide_type TYPE, slide_kind KIND>
 cudaError_t slide_run_kind(slide_plan plan, const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream) {
-    return for_constant<SLIDE_64x16, SLIDE_64x32, SLIDE_64x64, SLIDE_128x64, SLIDE_128x128, SLIDE_128x192,
-                        SLIDE_128x256>(plan.size, [&](auto of) {
-        return slide_launch<TYPE, KIND, slide_size(decltype(of)::value)>(args, plan.cluster, num_sms, stream);
-    });
+    if (plan.size == SLIDE_128x64 || (slide_size_rows(plan.size) == 128 && plan.cluster.splits > 1))
+        return for_constant<SLIDE_128x64, SLIDE_128x128, SLIDE_128x256>(plan.size, [&](auto of) {
+            constexpr slide_size SIZE = slide_size(decltype(of)::value);
+            return slide_launch<TYPE, KIND, SIZE, SLIDE_ALL_FINISH>(args, plan.cluster, num_sms, stream);
+        });
+    return for_constant<SLIDE_64x16, SLIDE_64x32, SLIDE_64x64, SLIDE_128x128, SLIDE_128x192, SLIDE_128x256>(
+        plan.size, [&](auto of) {
+            constexpr slide_size SIZE = slide_size(decltype(of)::value);
+            return slide_launch<TYPE, KIND, SIZE, SLIDE_FIRST_FINISHES>(args, plan.cluster, num_sms, stream);
+        });
 }
 
 template <macko_slide_type TYPE>

@@ -83,8 +83,8 @@ slide_plan plan_of(slide_kind kind, const macko_slide_gemm_args &args, int num_s
     const int64_t k_tiles = macko_slide_k_tiles(shape.cols, shape.n, shape.type), slots = 2 * num_sms;
     const int64_t tiles = macko_slide_row_blocks(shape.rows) * ((args.tokens + tokens - 1) / tokens);
     // Few tiles: split-K, by as many blocks as are on the GPU at once. With short sums left (under 16 stages a block) it
-    // pays only up to one block an SM (H200: o of Qwen2.5-7B, 56 tiles of 28 stages, 6.5 -> 5.8 us; qkv, 72, no gain); 33 to 256 tokens only
-    // with 64 stages (H100: qkv of Qwen2.5-7B, 6:8, 64 tokens 14.4 -> 12.7 us without; o, 128 tokens, 14.7 -> 12.7).
+    // pays only up to one block an SM (H200: o of Qwen2.5-7B, 56 tiles of 28 stages, 6.5 -> 5.8 us; qkv, 72, no gain); with 33
+    // to 256 tokens under 32 (H100: qkv of Qwen2.5-7B, 6:8, 64 tokens 14.4 -> 12.7 us without; o, 128 tokens, 14.7 -> 12.7).
     int &splits = plan.cluster.splits;
     const bool few = args.tokens > 32 && args.tokens <= 256;
     while (splits < most && k_tiles >= splits * 16) {

@@ -72,7 +72,7 @@ bool splits_large(const macko_slide_gemm_args &args, int num_sms, slide_plan &pl
     return true;
 }
 
-slide_plan plan_of(slide_kind kind, const macko_slide_gemm_args &args, int num_sms) {
+slide_plan chosen_plan(slide_kind kind, const macko_slide_gemm_args &args, int num_sms) {
     slide_plan plan{size_of_tile(kind, args, num_sms), {1, 1}};
     const bool says_tile = macko_knob(MACKO_KNOB_SLIDE_TILE) != nullptr;
     const int *said = macko_knob(MACKO_KNOB_SLIDE_CLUSTER);
@@ -94,6 +94,18 @@ slide_plan plan_of(slide_kind kind, const macko_slide_gemm_args &args, int num_s
     }
     if (tokens >= 128) plan.cluster.multicast = 2;
     return plan;
+}
+
+// Where all blocks finish a tile there are two with k tiles of their own: a block has room for half of the outputs. So what a
+// knob says of a short sum is done by the tile without splits that is nearest.
+slide_plan plan_of(slide_kind kind, const macko_slide_gemm_args &args, int num_sms) {
+    const slide_plan plan = chosen_plan(kind, args, num_sms);
+    const macko_slide_shape &shape = args.weight.shape;
+    const int64_t k_tiles = macko_slide_k_tiles(shape.cols, shape.n, shape.type);
+    const bool all_finish = plan.size == SLIDE_128x64 || (slide_size_rows(plan.size) == 128 && plan.cluster.splits > 1);
+    if (!all_finish || (plan.cluster.splits > 1 && k_tiles >= 4)) return plan;
+    if (plan.size == SLIDE_128x64) return {SLIDE_64x64, {1, 1}};
+    return {plan.size, {2, 1}};
 }
 
 } // namespace

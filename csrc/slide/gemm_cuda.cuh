@@ -554,7 +554,8 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, slide_cluster cluste
     task.splits = std::max(1, std::min(cluster.splits, task.k_tiles / 2));
     const bool exists =
         TILE::ALL_FINISH ? cluster.multicast == 1 || cluster.multicast == 2 : cluster.multicast == TILE::CLUSTER;
-    if (!exists || cluster.splits > TILE::MAX_SPLITS) return cudaErrorInvalidValue; // as a knob may say
+    if (!exists || cluster.splits > TILE::MAX_SPLITS || (TILE::ALL_FINISH && task.splits < 2))
+        return cudaErrorInvalidValue; // as a knob may say
     const int cluster_blocks = task.multicast * task.splits, cluster_rows = TILE::WARPGROUPS * task.multicast;
     task.row_tiles = (task.row_blocks + cluster_rows - 1) / cluster_rows;
     const int64_t tiles = (int64_t)task.row_tiles * task.token_tiles, slots = num_sms * TILE::BLOCKS_PER_SM;

@@ -375,22 +375,8 @@ __device__ __forceinline__ void slide_round(const slide_task &task, const SUM (&
     }
 }
 
-// Releases a stage, so many times, to the blocks that multicast tokens to each other, the first of which is `pair`. Once one
-// warp of a warpgroup has waited for a wgmma, all of its reads are done, so one lane could arrive for all. But metadata are
-// read by ordinary loads: each lane arrives for its own.
-template <class TILE, slide_kind KIND>
-__device__ __forceinline__ void slide_release(uint32_t barrier, int times, int multicast, int pair, int rank,
-                                              int thread, int warp) {
-    if (KIND == SLIDE_SPARSE) {
-        sm90::barrier_arrive(barrier, times);
-        if (multicast > 1 && thread == 0) sm90::barrier_arrive_remote(barrier, pair + (rank ^ 1), times);
-    } else if (thread % WARP == 0 && warp < multicast) {
-        TILE::ALL_FINISH || TILE::CLUSTER > 1 ? sm90::barrier_arrive_remote(barrier, pair + warp, times)
-                                              : sm90::barrier_arrive(barrier);
-    }
-}
-
 // A consumer warpgroup: 64 rows. Thread (warp, lane) holds rows 16 warp + lane / 4 (+ 8), tokens 8 j + 2 (lane % 4) (+ 1).
+// Releasing a stage is no function of its own: ptxas orders the instructions of every large tile in another way then.
 template <macko_slide_type TYPE, slide_kind KIND, slide_size SIZE, slide_finish FINISH>
 __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, int split, int warpgroup) {
     using TILE = slide_tile<TYPE, KIND, SIZE, FINISH>;
@@ -425,10 +411,19 @@ __device__ void slide_consume(const slide_task &task, uint32_t smem, int rank, i
         stored++;
     };
 
+    // Releases a stage, also for a warpgroup that has no work. Once one warp of a warpgroup has waited for a wgmma, all of its
+    // reads are done, so one lane could arrive for all. But metadata are read by ordinary loads: each lane arrives for its own.
     slide_work work{};
-    const auto release = [&](int stage) { // also for a warpgroup that has no work
-        slide_release<TILE, KIND>(empty + stage * 8, 1 + TILE::WARPGROUPS - work.warpgroups, multicast, pair, rank,
-                                  thread, warp);
+    const auto release = [&](int stage) {
+        const uint32_t barrier = empty + stage * 8;
+        const int times = 1 + TILE::WARPGROUPS - work.warpgroups;
+        if (KIND == SLIDE_SPARSE) {
+            sm90::barrier_arrive(barrier, times);
+            if (multicast > 1 && thread == 0) sm90::barrier_arrive_remote(barrier, pair + (rank ^ 1), times);
+        } else if (lane == 0 && warp < multicast) {
+            TILE::ALL_FINISH || TILE::CLUSTER > 1 ? sm90::barrier_arrive_remote(barrier, pair + warp, times)
+                                                  : sm90::barrier_arrive(barrier);
+        }
     };
 
     sm90::pipeline_state pipeline;

@@ -581,10 +581,10 @@ def slide_gains() -> Lines:
     return ranked(wide(lines, "{tokens} {mode}", "{type} {pair}", "{:.2f} ({:.2f})"), "mode", "tokens")
 
 
-def slide_vllm(folder: Path) -> Lines:
+def slide_vllm(folder: Path, model: str) -> Lines:
     """benchmarks.slide_vllm over vLLM's own int8; sides in the order in which they ran."""
     key = ("model", "layers", "side", "chosen", "what", "tokens")
-    lines = read(folder / "slide_vllm.jsonl", *key, ms=..., chosen=False, tp={None, 1})
+    lines = read(folder / "slide_vllm.jsonl", *key, ms=..., chosen=False, tp={None, 1}, model=model)
     for line in against(lines, {"side": "vllm int8"}, "model", "layers", "what", "tokens", value="gpu_ms"):
         line["gpu_gain"] = line["gain"]
     lines = against(lines, {"side": "vllm int8"}, "model", "layers", "what", "tokens")

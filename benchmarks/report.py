@@ -118,13 +118,14 @@ def columns_of(first: str, names: Sequence[str], form: str) -> Table:
 SLIDE = columns_of(
     "{tokens} {mode}", [f"{of} {pair}" for of in ("int8", "fp8") for pair in records.SLIDE_SIDES[:4]], "{% mean}"
 )
-SLIDE_VLLM, SLIDE_VLLM_LLAMA = (
+SLIDE_VLLM, SLIDE_VLLM_H100, SLIDE_VLLM_LLAMA = (
     Table(
         " | ".join(("side", *served)),
         " | ".join(("{side}", *(f"{{{model} {of} gain:.2f}} ({{{model} {of} gpu_gain:.2f}})" for of in served))),
     )
     for model, served in (
         ("qwen25-7b", ("prefill 512", "prefill 2048", "prefill 8192", "prefill 32768", "decode 64", "decode 256")),
+        ("qwen25-7b", ("prefill 2048", "prefill 8192", "prefill 32768", "decode 64", "decode 128", "decode 256")),
         ("llama-32-3b", ("prefill 1024", "prefill 8192", "decode 64", "decode 128", "decode 256")),
     )
 )
@@ -517,11 +518,15 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "slide where": (records.slide, WHERE),
     "slide linears": (records.slide_gains, SLIDE),
     "slide vllm": (
-        lambda: records.slide_vllm(H200),
+        lambda: records.slide_vllm(H200, "qwen2.5-7b"),
         lambda lines: SERVED_WHERE(lines) + "\n\n" + SLIDE_VLLM(lines),
     ),
+    "slide vllm h100": (
+        lambda: records.slide_vllm(H100, "qwen2.5-7b"),
+        lambda lines: SERVED_WHERE(lines) + "\n\n" + SLIDE_VLLM_H100(lines),
+    ),
     "slide vllm llama": (
-        lambda: records.slide_vllm(H100),
+        lambda: records.slide_vllm(H100, "llama-3.2-3b"),
         lambda lines: SERVED_WHERE(lines) + "\n\n" + SLIDE_VLLM_LLAMA(lines),
     ),
     "slide mma": (records.slide_mma, SLIDE_MMA),

@@ -80,7 +80,7 @@ KNOWN = (
     Known(
         "racecheck",
         r"\w+: Race reported between Write access at (?![^\n]*bulk_copy)[^\n]*"
-        r"(\nand Read access at [^\n]*load_value<\(bool\)1>[^\n]*)+",
+        r"(\nand Read access at [^\n]*load_(value<\(bool\)1>|row<)[^\n]*)+",
         "what a stream's last group reads behind its last value is dropped",
     ),
 )

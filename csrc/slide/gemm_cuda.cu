@@ -102,8 +102,7 @@ slide_plan plan_of(slide_kind kind, const macko_slide_gemm_args &args, int num_s
     const slide_plan plan = chosen_plan(kind, args, num_sms);
     const macko_slide_shape &shape = args.weight.shape;
     const int64_t k_tiles = macko_slide_k_tiles(shape.cols, shape.n, shape.type);
-    const bool all_finish = plan.size == SLIDE_128x64 || (slide_size_rows(plan.size) == 128 && plan.cluster.splits > 1);
-    if (!all_finish || (plan.cluster.splits > 1 && k_tiles >= 4)) return plan;
+    if (slide_finish_of(plan) != SLIDE_ALL_FINISH || (plan.cluster.splits > 1 && k_tiles >= 4)) return plan;
     if (plan.size == SLIDE_128x64) return {SLIDE_64x64, {1, 1}};
     return {plan.size, {2, 1}};
 }

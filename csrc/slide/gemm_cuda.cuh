@@ -70,6 +70,11 @@ struct slide_plan {
     slide_cluster cluster;
 };
 
+constexpr slide_finish slide_finish_of(slide_plan plan) {
+    const bool large = slide_size_rows(plan.size) == 128;
+    return plan.size == SLIDE_128x64 || (large && plan.cluster.splits > 1) ? SLIDE_ALL_FINISH : SLIDE_FIRST_FINISHES;
+}
+
 // What the launcher prepares. A tile is that of a cluster; after the whole tiles come halves of tiles.
 struct slide_task {
     // The last tile along the tokens has a tensor map with a smaller box: rows after the last token take TMA longer than rows
@@ -308,10 +313,10 @@ __device__ __forceinline__ void slide_finish_split(const slide_task &task, uint3
     const uint32_t done = smem + TILE::WEIGHTS + warpgroup * TILE::DONE_BYTES;
     const int octets = min(TILE::OCTETS, (task.tokens - first_token + 7) / 8);
     const int first = split * octets / task.splits, last = (split + 1) * octets / task.splits;
-    sm90::consumers_sync(TILE::WARPGROUPS * 128); // the other warpgroup reads the same tokens
+    named_barrier_sync(15, TILE::WARPGROUPS * 128); // the other warpgroup reads the same tokens
 #pragma unroll
     for (int octet = 0; octet < TILE::OCTETS; octet++)
-        if (octet < octets) sm90::store_shared_4(partials + octet * 2048, &sums[octet * 4]);
+        if (octet < octets) sm90::store_shared_16(partials + octet * 2048, &sums[octet * 4]);
 #pragma unroll
     for (int store = 0; store < STORES; store++)
         if (warp == store % 4 && lane < TILE::STORE_TOKENS)
@@ -325,7 +330,7 @@ __device__ __forceinline__ void slide_finish_split(const slide_task &task, uint3
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 if (other + i < task.splits)
-                    sm90::dsmem_load_4(
+                    sm90::dsmem_load_16(
                         theirs[i], sm90::dsmem_address(partials + octet * 2048, (other + i) * task.multicast + rank));
 #pragma unroll
             for (int i = 0; i < 4; i++)
@@ -595,7 +600,7 @@ cudaError_t slide_launch(const macko_slide_gemm_args &args, slide_cluster cluste
 
 template <macko_slide_type TYPE, slide_kind KIND>
 cudaError_t slide_run_kind(slide_plan plan, const macko_slide_gemm_args &args, int num_sms, cudaStream_t stream) {
-    if (plan.size == SLIDE_128x64 || (slide_size_rows(plan.size) == 128 && plan.cluster.splits > 1))
+    if (slide_finish_of(plan) == SLIDE_ALL_FINISH)
         return for_constant<SLIDE_128x64, SLIDE_128x128, SLIDE_128x256>(plan.size, [&](auto of) {
             constexpr slide_size SIZE = slide_size(decltype(of)::value);
             return slide_launch<TYPE, KIND, SIZE, SLIDE_ALL_FINISH>(args, plan.cluster, num_sms, stream);

@@ -94,7 +94,7 @@ VARIANTS |= {
 #: Rows and tokens of a block for many tokens, and blocks that share an output tile: all of csrc/slab/many_plan.h.
 GEMM_SIZES = (
     *("128x320x1", "128x320x2", "128x256x1", "128x256x2", "128x192x1", "128x192x2"),
-    *("128x160x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2"),
+    *("192x192x1", "192x192x2", "128x160x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2"),
 )
 #: Each way to run many tokens, where it fits (else as the plan chooses).
 VARIANTS |= {

@@ -73,11 +73,6 @@ class Known(NamedTuple):
 #: Where initcheck and racecheck look at a library made with LANES; docs/verifying.md says why they can follow no other.
 KNOWN = (
     Known(
-        "initcheck",
-        r"Uninitialized __global__ memory read of size 8 bytes\nat \S*load_acquire\b[^\n]*(\n(by|Address) [^\n]*)*",
-        "a flag holds anything until it is the launch's own number of 64 bits",
-    ),
-    Known(
         "racecheck",
         r"\w+: Race reported between Write access at (?![^\n]*bulk_copy)[^\n]*"
         r"(\nand Read access at [^\n]*load_(value<\(bool\)1>|row<)[^\n]*)+",
@@ -140,7 +135,7 @@ def package_with(lanes: Path) -> Path:
         raise SystemExit(
             f"{' and '.join(LEAN)} need {lanes}/macko/_C_cuda.abi3.so, made with NVCC_APPEND_FLAGS=-D{LANES} (make "
             "sanitize): racecheck does not see that one lane arrives at a barrier for its warp, and initcheck would "
-            "write down each look at a flag that nobody has set yet"
+            "write down each look at a flag that nobody has set"
         )
     ignored = shutil.ignore_patterns("__pycache__", "_C_cuda.*", "results")
     for name in ("macko", "benchmarks", "tests", "verify"):

@@ -66,6 +66,8 @@ OLD_COPIES = "copy=cp_async"
 #: The kernel of GPUs without wgmma, for any number of tokens, with as much shared memory as those GPUs have.
 RINGS = tuple(f"{OLD_COPIES},tile_tokens=1000000{more}" for more in ("", ",sms=2", ",shared_kb=163", ",shared_kb=99"))
 GEMM_WAYS = ("128x320x1x1", "128x256x1x3", "128x160x2x1", "128x192x1x1", "192x128x2x1")
+#: Of tile, which has blocks of 192 x 192, too.
+TILE_WAYS = (*GEMM_WAYS, "192x192x1x1", "192x192x2x1")
 #: Of dense12 and sparse11, which have no block of 320 tokens that shares no output tile.
 OTHER_WAYS = ("128x320x2x1", "128x160x2x1", "128x256x1x1", "128x256x1x3", "192x128x2x1")
 #: Few blocks do all: with small matrices, too, rings of stages wrap, a block goes from tile to tile, tiles are split.
@@ -73,7 +75,7 @@ FEW_SMS = ("sms=2", "sms=6")
 #: Keys of MACKO_PLAN that choose other kernels, or how many blocks there are.
 KNOBS: dict[str, Sequence[str]] = {
     "sell": ("", *FEW_SMS, OLD_COPIES, "stream_tokens=1000000"),
-    "tile": ("", *FEW_SMS, OLD_COPIES, *RINGS, *(f"tile_tokens=1000000,tile_gemm={way}" for way in GEMM_WAYS)),
+    "tile": ("", *FEW_SMS, OLD_COPIES, *RINGS, *(f"tile_tokens=1000000,tile_gemm={way}" for way in TILE_WAYS)),
     "slide": ("", *FEW_SMS, OLD_COPIES, "slide_tile=128x64,slide_cluster=1x3", "slide_tile=128x128,slide_cluster=2x4"),
     "experts": ("", "tile_tokens=0,sms=2", "tile_tokens=1000,sms=2", "tile_tokens=1000,shared_kb=99"),
     **dict.fromkeys(("dense12", "sparse11"), ("", *FEW_SMS, *RINGS, *(f"tile_gemm={way}" for way in OTHER_WAYS))),

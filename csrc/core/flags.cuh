@@ -15,4 +15,14 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t *at) {
     return found;
 }
 
+// Flags hold anything before a launch, and initcheck would write down each look at one that nobody has set: so the library
+// that is made for it clears them.
+inline cudaError_t clear_for_initcheck(uint64_t *flags, int64_t bytes, cudaStream_t stream) {
+#ifdef MACKO_EVERY_LANE_ARRIVES
+    return cudaMemsetAsync(flags, 0, bytes, stream);
+#else
+    return cudaSuccess;
+#endif
+}
+
 } // namespace macko

@@ -4,7 +4,8 @@
 //     constants    what a launch tells of the weight besides its bytes
 //     SAME_SIZE    whether all slabs are of one size, so that nobody has to look up where one begins
 //     takes        whether there is a kernel of a shape for many tokens: not where ptxas has too few registers, and so
-//                  waits for each product
+//                  waits for each product, nor 192 x 192 where it is slower than 128 x 192 (sparse11 8 %, dense12 a quarter:
+//                  12288 x 12288 by 384 tokens, H100, 2026-11-28)
 //     SCALED       whether sums are to be multiplied with constants.scales[row] * FOLD
 //     BASE         byte of a slab to which the readers' addresses refer
 //     LEAST_BYTES  of a slab, where they differ

@@ -65,8 +65,8 @@ struct many_shape {
     static constexpr int BOX = FETCHED > 256 ? FETCHED / 2 : FETCHED;
     // The registers of an SM: the producers, a warpgroup for that reason, leave theirs to the consumers.
     static constexpr int THREADS = (ROW_BLOCKS + 1) * MACKO_SLAB_WARPGROUP;
-    static constexpr int REGISTERS = ROW_BLOCKS > 2 ? 152 : TOKENS > 128 ? 232 : 208;
-    static constexpr int PRODUCER_REGISTERS = ROW_BLOCKS > 2 ? 56 : TOKENS > 128 ? 40 : 88;
+    static constexpr int REGISTERS = ROW_BLOCKS > 2 ? (TOKENS > 128 ? 160 : 152) : TOKENS > 128 ? 232 : 208;
+    static constexpr int PRODUCER_REGISTERS = ROW_BLOCKS > 2 ? (TOKENS > 128 ? 32 : 56) : TOKENS > 128 ? 40 : 88;
     static_assert(REGISTERS * ROW_BLOCKS + PRODUCER_REGISTERS <= 65536 / THREADS / 8 * 8 * (ROW_BLOCKS + 1));
     static constexpr int STAGE_BYTES = macko_slab_x_stage_bytes({TOKENS, ROW_BLOCKS, SPLIT_K});
     static constexpr int MAX_STAGES = macko_slab_max_x_stages({TOKENS, ROW_BLOCKS, SPLIT_K});
@@ -217,9 +217,6 @@ __device__ __forceinline__ void fetch_partials(const many_task<CODEC> &task, uin
         if (lane < SHAPE::ROW_BLOCKS) { // a lane for each warpgroup's
             uint64_t *flag = flag_of<SHAPE>(task, share, other, lane);
             while (load_acquire(flag) != task.epoch) {
-#ifdef MACKO_EVERY_LANE_ARRIVES
-                __nanosleep(1 << 19); // initcheck writes down each look at a flag that nobody has set
-#endif
             }
             *flag = 0;                                       // a graph launches this again with the same epoch
             asm volatile("fence.proxy.async;" ::: "memory"); // bulk copies read what was stored

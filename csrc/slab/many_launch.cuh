@@ -75,9 +75,9 @@ cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
     task.mean = (float)m.units / macko_slab_count(m.rows, m.cols);
     task.slab_units = m.widest;
     task.weights = m.constants;
+    const int64_t flag_bytes = macko_slab_many_flag_bytes(SHAPE::plain(), plan.schedule.clusters);
     task.flags = (uint64_t *)args.workspace;
-    task.partials =
-        (float4 *)((uint8_t *)args.workspace + macko_slab_many_flag_bytes(SHAPE::plain(), plan.schedule.clusters));
+    task.partials = (float4 *)((uint8_t *)args.workspace + flag_bytes);
     // What a workspace that nobody has cleared will not hold.
     task.epoch = ++many_launches * 0x9e3779b97f4a7c15ull;
     if (!macko_slab_many_fit_stages(SHAPE::plain(), m.widest, device.shared_bytes, &task.stages))
@@ -97,6 +97,7 @@ cudaError_t launch(const many_args<CODEC> &args, const device_info &device) {
         error = sm90::make_tensor_map(&task.y[i], CU_TENSOR_MAP_DATA_TYPE_UINT16, (uint16_t *)output.y + p.y.begins[i],
                                       output.rows, p.tokens, output.rows * 2, MACKO_SLAB_ROWS, SHAPE::OUT_BOX);
     }
+    if (!error && plan.workspace_bytes) error = clear_for_initcheck(task.flags, flag_bytes, p.stream);
     if (error) return error;
     return launch_clusters<SHAPE>(slab_many_kernel<CODEC, SHAPE>, task, plan.schedule.clusters, task.stages, p.stream);
 }

@@ -40,8 +40,8 @@ enum {
 };
 
 /* What takes how many clocks of an SM: fitted to the cycles of all ways at 14 shapes by 128 to 1024 tokens (H100, density
- * 0.5, 2026-11-27); blocks of 320 and of 160 tokens by the wavefronts of shared memory that they have more or less
- * (docs/kernels.md). While one warpgroup does these things the other multiplies, so most are less than a clock in the
+ * 0.5, 2026-11-27), with 192 tokens at 19 shapes by 192 to 768 (2026-11-28); blocks of 320 and of 160 tokens by the
+ * wavefronts of shared memory that they have more or less (docs/kernels.md). While one warpgroup does these things the other multiplies, so most are less than a clock in the
  * kernel says. */
 typedef struct clocks {
     int64_t half_slab; /* its products */
@@ -55,12 +55,13 @@ typedef struct clocks {
 static clocks clocks_of(macko_slab_many_shape shape, bool reads_ahead) {
     const int fitted = shape.tokens > 256   ? 5150
                        : shape.tokens > 192 ? (shape.split_k > 1 ? 4160 : 4240)
-                       : shape.tokens > 160 ? 3420
+                       : shape.tokens > 160 ? (shape.row_blocks > 2 ? (shape.split_k > 1 ? 5100 : 5240)
+                                                                    : (shape.split_k > 1 ? 3420 : 3560))
                        : shape.tokens > 128 ? 3150
                                             : (shape.row_blocks > 2 ? 4450 : 3000);
-    /* Fitted to dense12's cycles at 6 shapes by 96 to 1024 tokens (H100, 2026-11-28): 0.90 with 128 tokens, and with 192
-     * and split-K; 0.94 with 192 without. One factor, so that these shapes stay as they were among themselves. */
-    const int slab = reads_ahead && macko_slab_reads_ahead(shape) ? fitted * 94 / 100 : fitted;
+    /* Fitted to dense12's cycles at 19 shapes by 96 to 1024 tokens (H100, 2026-11-28): 0.90 to 0.94. One factor, so that
+     * these shapes stay as they were among themselves. */
+    const int slab = reads_ahead && macko_slab_reads_ahead(shape) ? fitted * 92 / 100 : fitted;
     const int sums = shape.row_blocks * macko_slab_partial_bytes(shape);
     return (clocks){slab / 2 / shape.split_k, shape.split_k > 1 ? 960 + sums / 21 : 0, sums / 27, 6300, sums / 100,
                     2300 + sums / 150};

@@ -457,13 +457,8 @@ struct ring_exchange {
                                          int tokens) const {
         for (int other = block; macko_ring_share_at(&task.shares, other) > row_begin;) {
             other--;
-#ifdef MACKO_EVERY_LANE_ARRIVES // initcheck writes down each look at a flag that nobody has set
-            while (threadIdx.x % WARP == 0 && load_acquire(flags + other) != task.epoch) __nanosleep(1 << 19);
-            __syncwarp();
-#else
             while (load_acquire(flags + other) != task.epoch) {
             }
-#endif
             product.own(group, tokens, [&](int r, int eight, float (&s)[4]) { product.add(s, *of(other, r, eight)); });
         }
     }

@@ -62,6 +62,7 @@ cudaError_t multiply_ring(const slab_weight<CODEC> &w, const slab_product &p, vo
     task.x_at = shape.x_at;
     task.slab_bytes = shape.x_at / macko_ring_row_blocks(shape.kind);
     task.last_row_block = (int)row_blocks - 1;
+    if (const cudaError_t error = clear_for_initcheck(task.flags, blocks * 8, p.stream)) return error;
     return for_constant<8, 16, 32, 64>(
         shape.tokens, [&](auto tokens) { return launch_ring_of<CODEC, tokens>(task, shape, device, p.stream); });
 }

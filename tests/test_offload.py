@@ -406,6 +406,7 @@ def test_group_offload_with_a_stream_leaves_no_packed_byte(on_gpu: set[int]) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.sm80
 @pytest.mark.parametrize("tokens", [1, 8, 64, 512])
 @pytest.mark.parametrize("writer", ["kernel", "captured kernel", "copy", "stream"])
 def test_a_product_reads_what_was_written_just_before_it(writer: str, tokens: int) -> None:

@@ -280,11 +280,11 @@ def test_every_tile(dtype: torch.dtype, n: int, tile: str, plan: Plan) -> None:
 @pytest.mark.gpu
 def test_every_plan_of_few_tokens_runs(plan: Plan) -> None:
     """Of many sizes, and on GPUs with fewer SMs."""
-    choice = random.Random(0)
+    choice, types = random.Random(0), multiplied("cuda", INT8, FP8)
     for _ in range(60):
         plan(f"sms={choice.choice((2, 6, 26, 78, 114, 132))}")
         tokens, rows, cols = choice.randint(33, 260), choice.randint(1, 3000), choice.randint(1, 6000)
-        assert_exact(tokens, rows, cols, choice.choice((0, 2, 4)), choice.choice((INT8, FP8)))
+        assert_exact(tokens, rows, cols, choice.choice((0, 2, 4)), choice.choice(types))
 
 
 @pytest.mark.gpu
@@ -321,6 +321,7 @@ def test_last_wave_of_other_gpus_is_nearly_empty(dtype: torch.dtype, n: int, til
 @pytest.mark.parametrize("dtype", TYPES)
 def test_tiles_fit_into_the_shared_memory_of_other_gpus(dtype: torch.dtype, n: int, plan: Plan) -> None:
     """Two stages of the largest dense tile do not fit into 99 KB."""
+    multiplied("cuda", dtype)
     plan("copy=cp_async,shared_kb=99,slide_tile=256x128")
     assert_exact(600, 300, 700, n, dtype)
 

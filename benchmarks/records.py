@@ -287,19 +287,19 @@ def one_gpu() -> Lines:
 # Under load: benchmarks.load.
 
 
-def load(name: str = "load") -> Lines:
+def load(name: str = "load", folder: Path = H100) -> Lines:
     """The better dense is the faster one of the matrix before it was pruned and after."""
-    return read(H100 / f"{name}.jsonl", "dtype", "tokens", "kernel", "rows", "cols")
+    return read(folder / f"{name}.jsonl", "dtype", "tokens", "kernel", "rows", "cols")
 
 
-def load_tokens(name: str = "load") -> Lines:
-    return ranked(wide(load(name), "{dtype} {tokens}", "{kernel}"), "dtype", "tokens")
+def load_tokens(name: str = "load", folder: Path = H100) -> Lines:
+    return ranked(wide(load(name, folder), "{dtype} {tokens}", "{kernel}"), "dtype", "tokens")
 
 
-def load_clocks() -> Lines:
+def load_clocks(folder: Path = H100) -> Lines:
     """In bfloat16, by tokens: speed-ups by time, and over F.linear of the dense matrix by cycles; mean clocks."""
-    lines = [x for x in load() if x["dtype"] == "bfloat16"]
-    rows = {row["tokens"]: row for row in load_tokens() if row["dtype"] == "bfloat16"}
+    lines = [x for x in load(folder=folder) if x["dtype"] == "bfloat16"]
+    rows = {row["tokens"]: row for row in load_tokens(folder=folder) if row["dtype"] == "bfloat16"}
     for line in lines:
         line["cycles"] = statistics.fmean(us * mhz for us, mhz in zip(line["all_us"], line["clock_mhz"], strict=True))
     against(lines, {"kernel": "dense"}, "tokens", "rows", "cols", value="cycles")
@@ -348,6 +348,13 @@ def bench(name: str = "bench", /, **only: Any) -> Lines:
         line["stored"] = STORED.get((line["dtype"], line.get("values")))
         line["size"] = line.get("prompt_tokens" if line["what"] == "prefill" else "batch")
     return lines
+
+
+def bench_cp_async() -> Lines:
+    """A 7B as GPUs without wgmma run it: decoding, over the dense one of the same run."""
+    lines = bench("bench_cp_async", what="decode")
+    lines = against(lines, {"model": "dense"}, "batch", "format", "commit")
+    return wide([line for line in lines if line["model"] != "dense"], "{model}", "{batch}")
 
 
 def bench_pairs(compile: str = "default", **only: Any) -> Lines:

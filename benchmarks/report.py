@@ -90,6 +90,11 @@ WHERE = paragraph("{gpu}, driver {driver}, torch {torch}, commit {commits}, memo
 
 
 LOAD = ("tile", "sparse11", "dense12")
+LOAD_CLOCKS = Table(
+    " | ".join(("tokens", *LOAD, f"MHz: dense, pruned, {', '.join(LOAD)}")),
+    "{tokens}" + "".join(f" | {{{name} mean}}, {{{name} cycles:.2f}}x" for name in LOAD)
+    + " | " + ", ".join(f"{{{name} mhz:.0f}}" for name in ("dense", "zeros", *LOAD)),
+)  # fmt: skip
 
 
 def load_spread(lines: Lines) -> str:
@@ -409,14 +414,9 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
               "{batch} | {ms:.1f} | {gb:.1f} | {peak_gb:.1f} | {dense_gb:.1f}"),
     ),
     "load where": (records.load, WHERE),
-    "load": (
-        records.load_clocks,
-        Table(
-            " | ".join(("tokens", *LOAD, f"MHz: dense, pruned, {', '.join(LOAD)}")),
-            "{tokens}" + "".join(f" | {{{name} mean}}, {{{name} cycles:.2f}}x" for name in LOAD)
-            + " | " + ", ".join(f"{{{name} mhz:.0f}}" for name in ("dense", "zeros", *LOAD)),
-        ),
-    ),
+    "load": (records.load_clocks, LOAD_CLOCKS),
+    "load h200 where": (lambda: records.load(folder=H200), WHERE),
+    "load h200": (lambda: records.load_clocks(H200), LOAD_CLOCKS),
     "load spread": (lambda: read(H100 / "load.jsonl"), load_spread),
     "load rows": (
         lambda: records.load_tokens("load_rows"),
@@ -502,8 +502,16 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "engines two": (lambda: records.engines_wide(H100, ranks=2), ENGINES_TWO),
     "engines two 70b": (lambda: records.engines_wide(H100, ranks=2, hidden=8192), ENGINES_TWO),
     "engines experts": (records.engines_experts, lambda lines: engines_where(lines) + "\n\n" + ENGINES_EXPERTS(lines)),
+    "bench cp_async": (
+        records.bench_cp_async,
+        Table("ms a token | 1 sequence | 8 sequences", "{model} | {1 ms:.2f} ({1 gain:.2f}x) | {8 ms:.2f} ({8 gain:.2f}x)"),
+    ),
     "engines cp_async": (lambda: records.engines_wide(H100, "vllm_cp_async"), ENGINES_CP_ASYNC),
-    "engines prompts": (lambda: records.engines_wide(H200, "vllm_prompts", hidden=8192), ENGINES_PROMPTS),
+    "engines prompts": (
+        lambda: records.engines_wide(H200, "vllm_prompts", hidden=8192, dtype="bfloat16"),
+        ENGINES_PROMPTS,
+    ),
+    "engines prompts 7b": (lambda: records.engines_wide(H200, "vllm_prompts"), ENGINES_PROMPTS),
     "engines loading": (lambda: records.loading(H200, ranks=1) + records.loading(H100, hidden=4096), LOADING),
     "engines transformers": (records.transformers, TRANSFORMERS),
     "engines continuous": (

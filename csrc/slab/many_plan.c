@@ -41,8 +41,8 @@ enum {
 
 /* What takes how many clocks of an SM: fitted to the cycles of all ways at 14 shapes by 128 to 1024 tokens (H100, density
  * 0.5, 2026-11-27), with 192 tokens at 19 shapes by 192 to 768 (2026-11-28); blocks of 320 and of 160 tokens by the
- * wavefronts of shared memory that they have more or less (docs/kernels.md). While one warpgroup does these things the other multiplies, so most are less than a clock in the
- * kernel says. */
+ * wavefronts of shared memory that they have more or less (docs/kernels.md). While one warpgroup does these things the
+ * other multiplies, so most are less than a clock in the kernel says. */
 typedef struct clocks {
     int64_t half_slab; /* its products */
     int64_t exchange;  /* of partial sums by the two blocks of a cluster */
@@ -59,8 +59,8 @@ static clocks clocks_of(macko_slab_many_shape shape, bool reads_ahead) {
                                                                     : (shape.split_k > 1 ? 3420 : 3560))
                        : shape.tokens > 128 ? 3150
                                             : (shape.row_blocks > 2 ? 4450 : 3000);
-    /* Fitted to dense12's cycles at 19 shapes by 96 to 1024 tokens (H100, 2026-11-28): 0.90 to 0.94. One factor, so that
-     * these shapes stay as they were among themselves. */
+    /* Of dense12's cycles: 0.90 to 0.94 at 6 shapes by 96 to 1024 tokens, 0.90 at 19 by 192 to 768 (H100, 2026-11-28).
+     * One factor, so that these shapes stay as they were among themselves. */
     const int slab = reads_ahead && macko_slab_reads_ahead(shape) ? fitted * 92 / 100 : fitted;
     const int sums = shape.row_blocks * macko_slab_partial_bytes(shape);
     return (clocks){slab / 2 / shape.split_k, shape.split_k > 1 ? 960 + sums / 21 : 0, sums / 27, 6300, sums / 100,

@@ -504,7 +504,8 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "engines experts": (records.engines_experts, lambda lines: engines_where(lines) + "\n\n" + ENGINES_EXPERTS(lines)),
     "bench cp_async": (
         records.bench_cp_async,
-        Table("ms a token | 1 sequence | 8 sequences", "{model} | {1 ms:.2f} ({1 gain:.2f}x) | {8 ms:.2f} ({8 gain:.2f}x)"),
+        Table("ms a token | 1 sequence | 8 sequences",
+              "{model} | {1 ms:.2f} ({1 gain:.2f}x) | {8 ms:.2f} ({8 gain:.2f}x)"),
     ),
     "engines cp_async": (lambda: records.engines_wide(H100, "vllm_cp_async"), ENGINES_CP_ASYNC),
     "engines prompts": (

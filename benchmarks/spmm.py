@@ -95,6 +95,7 @@ VARIANTS |= {
 GEMM_SIZES = (
     *("128x320x1", "128x320x2", "128x256x1", "128x256x2", "128x192x1", "128x192x2"),
     *("192x192x1", "192x192x2", "128x160x2", "128x128x2", "192x128x2", "128x64x2", "192x64x2"),
+    *("128x192x4", "128x128x4"),
 )
 #: Each way to run many tokens, where it fits (else as the plan chooses).
 VARIANTS |= {

@@ -16,7 +16,7 @@
 //
 // Two blocks are a cluster. With SPLIT_K = 1 they have neighbouring rows, and each fetches half of the tokens for both
 // (multicast). With SPLIT_K = 2 they have the same output tile: each takes half of the slabs, then gets the sums of
-// half of the tokens from the other (DSMEM). Who multiplies what is in schedule.h; a task is what a launch says.
+// half of the tokens from the other (DSMEM); so do four with SPLIT_K = 4. Who multiplies what is in schedule.h; a task is what a launch says.
 #pragma once
 
 #include <type_traits>
@@ -61,7 +61,8 @@ struct many_shape {
         return {TOKENS, ROW_BLOCKS, SPLIT_K};
     }
     // Blocks that multicast tokens to each other, the tokens that each fetches, and those of a box, 256 at most.
-    static constexpr int MULTICAST = MACKO_SLAB_CLUSTER_BLOCKS / SPLIT_K, FETCHED = TOKENS / MULTICAST;
+    static constexpr int CLUSTER = SPLIT_K > MACKO_SLAB_CLUSTER_BLOCKS ? SPLIT_K : MACKO_SLAB_CLUSTER_BLOCKS;
+    static constexpr int MULTICAST = CLUSTER / SPLIT_K, FETCHED = TOKENS / MULTICAST;
     static constexpr int BOX = FETCHED > 256 ? FETCHED / 2 : FETCHED;
     // The registers of an SM: the producers, a warpgroup for that reason, leave theirs to the consumers.
     static constexpr int THREADS = (ROW_BLOCKS + 1) * MACKO_SLAB_WARPGROUP;
@@ -77,10 +78,12 @@ struct many_shape {
     static constexpr int OUT_BOX = OUT_TOKENS > 256 ? OUT_TOKENS / 2 : OUT_TOKENS;
     static constexpr int PARTIAL_BYTES = macko_slab_partial_bytes({TOKENS, ROW_BLOCKS, SPLIT_K});
     static_assert(PARTIAL_BYTES == MACKO_SLAB_WARPGROUP * OUT_SUMS * 4);
-    static_assert(SPLIT_K == 1 || PARTIAL_BYTES == STAGE_BYTES); // a stage takes a warpgroup's sums of the other block,
-    static_assert(OUT_TOKENS * MACKO_SLAB_ROWS * 2 <= STAGE_BYTES); // or its output
+    // Stages that take a warpgroup's sums of the other blocks.
+    static constexpr int EXCHANGE_STAGES = ((SPLIT_K - 1) * PARTIAL_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;
+    static_assert(SPLIT_K == 1 || STAGE_BYTES % PARTIAL_BYTES == 0);
+    static_assert(OUT_TOKENS * MACKO_SLAB_ROWS * 2 <= STAGE_BYTES); // a stage takes a warpgroup's output
     // Another cluster's partial sums come in several stages, each with some of every warpgroup.
-    static constexpr int FIX_UP_BYTES = ROW_BLOCKS > 2 ? STAGE_BYTES / 4 : STAGE_BYTES / ROW_BLOCKS;
+    static constexpr int FIX_UP_BYTES = ROW_BLOCKS > 2 || SPLIT_K > 2 ? STAGE_BYTES / 4 : STAGE_BYTES / ROW_BLOCKS;
     static constexpr int FIX_UP_STAGES = PARTIAL_BYTES / FIX_UP_BYTES;
     static_assert(FIX_UP_STAGES * FIX_UP_BYTES == PARTIAL_BYTES && ROW_BLOCKS * FIX_UP_BYTES <= STAGE_BYTES);
     static_assert(FIX_UP_BYTES % (MACKO_SLAB_WARPGROUP * 16) == 0); // 16 bytes a thread at a time
@@ -89,7 +92,7 @@ struct many_shape {
     // Barriers of the exchange are two, used alternately. When the next one but one is used, this segment's stage is
     // free: of the three one is not given away, so it has stages for its output, and each block has a half slab of the
     // two after it at least (deal, many_plan.c).
-    static_assert(SPLIT_K == 1 || 3 * ROW_BLOCKS + MACKO_SLAB_HALF_TILES >= MAX_STAGES);
+    static_assert(SPLIT_K != 2 || 3 * ROW_BLOCKS + MACKO_SLAB_HALF_TILES >= MAX_STAGES);
     // So many tiles before the end of a segment its second warpgroup lets the first one go ahead: then one exchanges,
     // gives or stores its sums while the other multiplies.
     static constexpr int LAG = ROW_BLOCKS != 2 ? 0 : TOKENS > 128 ? 3 : 2;
@@ -109,7 +112,7 @@ struct many_shape {
 // of other clusters, for its output.
 template <class SHAPE>
 __device__ __forceinline__ int stages_before_fix_up(const macko_slab_segment &segment) {
-    return macko_slab_own_count(&segment) * MACKO_SLAB_HALF_TILES + (SHAPE::SPLIT_K > 1 ? SHAPE::ROW_BLOCKS : 0);
+    return macko_slab_own_count(&segment) * MACKO_SLAB_HALF_TILES + SHAPE::EXCHANGE_STAGES * SHAPE::ROW_BLOCKS;
 }
 template <class SHAPE>
 __device__ __forceinline__ int stages_of_output(const macko_slab_segment &segment) {
@@ -119,7 +122,7 @@ __device__ __forceinline__ int stages_of_output(const macko_slab_segment &segmen
 // Where the partial sums of a share's first segment are, by warpgroup, and their flag.
 template <class SHAPE>
 __device__ __forceinline__ int partials_index(const macko_slab_share &share, int index, int warpgroup) {
-    return (index * MACKO_SLAB_CLUSTER_BLOCKS + share.rank) * SHAPE::ROW_BLOCKS + warpgroup;
+    return (index * SHAPE::CLUSTER + share.rank) * SHAPE::ROW_BLOCKS + warpgroup;
 }
 template <class SHAPE, class CODEC>
 __device__ __forceinline__ float4 *partials_of(const many_task<CODEC> &task, const macko_slab_share &share, int index,
@@ -164,6 +167,7 @@ __device__ __forceinline__ void make_barriers(uint32_t smem) {
         sm90::barrier_init(
             smem + at, at >= SHAPE::X_EMPTY && at < SHAPE::SLAB_FULL ? SHAPE::ROW_BLOCKS * SHAPE::MULTICAST * RELEASES
                        : at >= SHAPE::SLAB_EMPTY && at < SHAPE::MAY_SEND ? MACKO_SLAB_SLICES * sm90::WARP_ARRIVALS
+                       : at >= SHAPE::MAY_SEND && at < SHAPE::EXCHANGED  ? (SHAPE::SPLIT_K > 2 ? SHAPE::SPLIT_K - 1 : 1)
                                                                          : 1);
     sm90::fence_barrier_init(); // copies may use them, and all warps of both blocks that have waited
     __syncwarp();
@@ -295,12 +299,12 @@ __device__ __forceinline__ void fetch_tokens(const many_task<CODEC> &task, uint3
             x.advance(task.stages.x);
         }
         begin();
-        if (SHAPE::SPLIT_K > 1) // stages for the sums from the other block
+        if (SHAPE::SPLIT_K > 1) // stages for the sums from the other blocks
             for (int i = 0; i < SHAPE::ROW_BLOCKS; i++) {
-                scratch_stage<SHAPE>(task, smem, x);
-                if (lane == 0)
+                for (int j = 0; j < SHAPE::EXCHANGE_STAGES; j++) scratch_stage<SHAPE>(task, smem, x);
+                if (lane < SHAPE::SPLIT_K - 1)
                     sm90::barrier_arrive_remote(smem + SHAPE::MAY_SEND + (segments % 2 * SHAPE::ROW_BLOCKS + i) * 8,
-                                                share.rank ^ 1);
+                                                share.rank ^ (SHAPE::SPLIT_K > 2 ? lane + 1 : 1));
                 __syncwarp();
             }
         if (segment.fixes_up) { // the last one: fetch_partials goes on
@@ -635,6 +639,53 @@ __device__ __forceinline__ void exchange_partials(const many_task<CODEC> &task, 
     x = x.ahead(SHAPE::ROW_BLOCKS, stages);
 }
 
+// The same of a cluster of four, whose one output tile this is: each block sends the three others those of their tokens, and
+// adds what it gets in the order of the blocks. Few tokens and few tiles: 3072 x 3072 by 128 took 22,300 cycles with tiles
+// split over all clusters, and 18,200 so (tile, H100, 2026-11-28).
+template <class SHAPE, class CODEC, class RELEASE>
+__device__ __forceinline__ void exchange_among_all(const many_task<CODEC> &task, uint32_t smem, int rank, int warpgroup,
+                                                   const macko_slab_segment &segment, sm90::pipeline_state &x,
+                                                   float (&sums)[SHAPE::SUMS], const RELEASE &release) {
+    constexpr int OUT_SUMS = SHAPE::OUT_SUMS, SPLIT_K = SHAPE::SPLIT_K;
+    constexpr int SLOTS = SHAPE::STAGE_BYTES / SHAPE::PARTIAL_BYTES; // of a stage
+    const int thread = threadIdx.x % MACKO_SLAB_WARPGROUP, stages = task.stages.x;
+    const int length = macko_slab_length(&segment), each = (length + SPLIT_K - 1) / SPLIT_K;
+    const auto place = [&](int block, int slot) {
+        const int before = max(0, min(each, length - block * each)) * MACKO_SLAB_HALF_TILES;
+        const int stage = (before + warpgroup * SHAPE::EXCHANGE_STAGES + slot / SLOTS) % stages;
+        return smem + SHAPE::X + stage * SHAPE::STAGE_BYTES + slot % SLOTS * SHAPE::PARTIAL_BYTES + thread * 16;
+    };
+    const uint32_t exchanged = smem + SHAPE::EXCHANGED + warpgroup * 8;
+    if (thread == 0) sm90::barrier_arrive_expect_tx(exchanged, (SPLIT_K - 1) * SHAPE::PARTIAL_BYTES);
+    sm90::barrier_wait(smem + SHAPE::MAY_SEND + warpgroup * 8, 0);
+#pragma unroll
+    for (int block = 0; block < SPLIT_K; block++) {
+        if (block == rank) continue;
+        const uint32_t there = sm90::dsmem_address(place(block, rank - (rank > block)), block),
+                       full = sm90::dsmem_address(exchanged, block);
+#pragma unroll
+        for (int j = 0; j < OUT_SUMS; j += 4)
+            sm90::dsmem_store_async(there + j * 512, sums + block * OUT_SUMS + j, full);
+    }
+#pragma unroll
+    for (int block = 1; block < SPLIT_K; block++)
+        if (block == rank)
+#pragma unroll
+            for (int j = 0; j < OUT_SUMS; j++) sums[j] = sums[block * OUT_SUMS + j];
+    sm90::barrier_wait_acquire(exchanged, 0);
+#pragma unroll
+    for (int slot = 0; slot < SPLIT_K - 1; slot++) {
+        const uint32_t here = place(rank, slot);
+#pragma unroll
+        for (int j = 0; j < OUT_SUMS; j += 4) add_sums(sums + j, here + j * 512);
+    }
+    sm90::fence_proxy_async();
+    sm90::warpgroup_sync(warpgroup); // all have read
+    for (int i = 0; i < SHAPE::EXCHANGE_STAGES; i++)
+        release(sm90::wrapped(x.stage + warpgroup * SHAPE::EXCHANGE_STAGES + i, stages), SHAPE::ROW_BLOCKS);
+    x = x.ahead(SHAPE::EXCHANGE_STAGES * SHAPE::ROW_BLOCKS, stages);
+}
+
 // The epilogue: bias, rounding, and by stmatrix into the scratch stage of the x pipeline, as [token][64
 // rows], swizzled by 128 bytes. The store warp goes on from there. Where y cannot be stored by TMA, plain stores follow
 // at once.
@@ -710,7 +761,7 @@ __device__ __forceinline__ void consume(const many_task<CODEC> &task, uint32_t s
         position += macko_slab_length(&segment);
         const int half_slabs = macko_slab_uniform(macko_slab_own_count(&segment)),
                   singles = macko_slab_uniform(macko_slab_singles(&segment));
-        if (SHAPE::SPLIT_K > 1) {
+        if (SHAPE::SPLIT_K == 2) {
             ahead += (macko_slab_length(&segment) - 2 * half_slabs) * MACKO_SLAB_HALF_TILES;
             ahead = ahead < 0 ? ahead + task.stages.x : sm90::wrapped(ahead, task.stages.x);
         }
@@ -772,7 +823,9 @@ __device__ __forceinline__ void consume(const many_task<CODEC> &task, uint32_t s
         own.last_stage = -1;
         pdl_wait(); // before anything is written
 
-        if (SHAPE::SPLIT_K > 1)
+        if constexpr (SHAPE::SPLIT_K > 2)
+            exchange_among_all<SHAPE>(task, smem, share.rank, warpgroup, segment, x, sums, release);
+        else if (SHAPE::SPLIT_K > 1)
             exchange_partials<SHAPE>(task, smem, share.rank, warpgroup, segments, x, ahead, sums, release);
         // The store warp goes on: it raises the flag, or stores the output.
         const auto done = [&] { named_barrier_arrive(sums_ready(warpgroup, segments++), SUMS_READY_THREADS); };
@@ -843,9 +896,9 @@ template <class SHAPE, class TASK>
 cudaError_t launch_clusters(void (*kernel)(TASK), const TASK &task, int64_t clusters, macko_slab_many_stages stages,
                             cudaStream_t stream) {
     return launch_kernel(kernel,
-                         {clusters * MACKO_SLAB_CLUSTER_BLOCKS, SHAPE::THREADS,
+                         {clusters * SHAPE::CLUSTER, SHAPE::THREADS,
                           macko_slab_many_shared_bytes(SHAPE::plain(), stages), may_use_pdl(stream, SHAPE::THREADS),
-                          MACKO_SLAB_CLUSTER_BLOCKS},
+                          SHAPE::CLUSTER},
                          stream, task);
 }
 

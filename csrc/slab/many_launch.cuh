@@ -42,9 +42,8 @@ cudaError_t find_clusters(int widest, const device_info &device, macko_slab_many
         constexpr auto KERNEL = slab_many_kernel<CODEC, SHAPE>;
         if (!error) error = allow_all_shared_memory<KERNEL>(device);
         if (!error && fits(SHAPE::plain(), widest, device))
-            error = max_active_clusters<KERNEL, MACKO_SLAB_CLUSTER_BLOCKS>(device, MACKO_SLAB_CLUSTER_BLOCKS,
-                                                                           SHAPE::THREADS, device.shared_bytes - 1024,
-                                                                           &problem->clusters[index]);
+            error = max_active_clusters<KERNEL, SHAPE::CLUSTER>(device, SHAPE::CLUSTER, SHAPE::THREADS,
+                                                                device.shared_bytes - 1024, &problem->clusters[index]);
     });
     return error;
 }

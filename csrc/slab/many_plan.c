@@ -39,13 +39,18 @@ enum {
     MOST_PERIOD = 16, /* tiles; with more, too few clusters walk the same columns */
 };
 
+/* Row blocks of the output tile of a cluster. */
+static int64_t tile_row_blocks(macko_slab_many_shape shape) {
+    return shape.row_blocks * (macko_slab_cluster_blocks(shape) / shape.split_k);
+}
+
 /* What takes how many clocks of an SM: fitted to the cycles of all ways at 14 shapes by 128 to 1024 tokens (H100, density
  * 0.5, 2026-11-27), with 192 tokens at 19 shapes by 192 to 768 (2026-11-28); blocks of 320 and of 160 tokens by the
  * wavefronts of shared memory that they have more or less (docs/kernels.md). While one warpgroup does these things the
  * other multiplies, so most are less than a clock in the kernel says. */
 typedef struct clocks {
     int64_t half_slab; /* its products */
-    int64_t exchange;  /* of partial sums by the two blocks of a cluster */
+    int64_t exchange;  /* of partial sums by the blocks of a cluster */
     int64_t give;      /* partial sums to the workspace: an SM writes 27 bytes a clock */
     int64_t reach;     /* until another SM has them */
     int64_t add;       /* fix-up of what has come while products ran; what comes later takes three times as long */
@@ -63,8 +68,10 @@ static clocks clocks_of(macko_slab_many_shape shape, bool reads_ahead) {
      * One factor, so that these shapes stay as they were among themselves. */
     const int slab = reads_ahead && macko_slab_reads_ahead(shape) ? fitted * 92 / 100 : fitted;
     const int sums = shape.row_blocks * macko_slab_partial_bytes(shape);
-    return (clocks){slab / 2 / shape.split_k, shape.split_k > 1 ? 960 + sums / 21 : 0, sums / 27, 6300, sums / 100,
-                    2300 + sums / 150};
+    const int64_t exchange = shape.split_k > 2 ? 3 * sums / 12 - 2600 /* and what a launch of whole tiles is shorter */
+                             : shape.split_k > 1 ? 960 + sums / 21
+                                                 : 0;
+    return (clocks){slab / 2 / shape.split_k, exchange, sums / 27, 6300, sums / 100, 2300 + sums / 150};
 }
 
 /* Clocks until the last cluster ends. Each does whole tiles for so many clocks, and of the split ones the half slabs from
@@ -240,7 +247,7 @@ static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, i
                                  .split = (int)split_tiles,
                                  .kept = (int)divide_up(p->cols, MACKO_SLAB_HALF_COLS),
                                  .raster_rows = RASTER_ROWS};
-    found.row_tiles = (int)divide_up(found.row_blocks, shape.row_blocks * (MACKO_SLAB_CLUSTER_BLOCKS / shape.split_k));
+    found.row_tiles = (int)divide_up(found.row_blocks, tile_row_blocks(shape));
     const int64_t tiles = (int64_t)found.row_tiles * found.token_tiles, half_slabs = found.half_slabs;
     clocks c = clocks_of(shape, p->reads_ahead);
     /* A cluster whose blocks have the same rows reads as many tokens for half of them (8192 x 28672 by 8192: 1.09). */
@@ -264,9 +271,9 @@ static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, i
             if (time == INT64_MAX) return;
         }
         while (!whole && found.shares[found.clusters - 1] == split_tiles * half_slabs) found.clusters--;
-        workspace_bytes =
-            macko_slab_many_flag_bytes(shape, found.clusters) +
-            (int64_t)found.clusters * MACKO_SLAB_CLUSTER_BLOCKS * shape.row_blocks * macko_slab_partial_bytes(shape);
+        workspace_bytes = macko_slab_many_flag_bytes(shape, found.clusters) +
+                          (int64_t)found.clusters * macko_slab_cluster_blocks(shape) * shape.row_blocks *
+                              macko_slab_partial_bytes(shape);
     }
     if (time >= s->least) return;
     s->least = time;
@@ -286,8 +293,9 @@ static void consider_shape(search *s, macko_slab_many_shape shape, int at_once, 
                 way->split_k != shape.split_k))
         return;
     const int64_t tiles =
-        divide_up(macko_slab_row_blocks(p->rows), shape.row_blocks * (MACKO_SLAB_CLUSTER_BLOCKS / shape.split_k)) *
-        divide_up(p->tokens, shape.tokens);
+        divide_up(macko_slab_row_blocks(p->rows), tile_row_blocks(shape)) * divide_up(p->tokens, shape.tokens);
+    const int64_t most_blocks = MACKO_SLAB_MOST_CLUSTERS * MACKO_SLAB_CLUSTER_BLOCKS;
+    if (shape.split_k > 2 && (splits || tiles > min_of(clusters, most_blocks / shape.split_k))) return;
     if (!splits) {
         consider(s, shape, min_of(tiles, clusters), 0, MACKO_SLAB_SPLIT_NONE);
         return;
@@ -307,7 +315,7 @@ static void consider_shape(search *s, macko_slab_many_shape shape, int at_once, 
 
 /* Which slab each block begins with, so that it asks for this before it has worked out anything. */
 static void find_first_slabs(macko_slab_schedule *schedule, macko_slab_many_shape shape) {
-    for (int block = 0; block < schedule->clusters * MACKO_SLAB_CLUSTER_BLOCKS; block++) {
+    for (int block = 0; block < schedule->clusters * macko_slab_cluster_blocks(shape); block++) {
         const macko_slab_share share = macko_slab_share_of(schedule, shape, (uint32_t)block);
         int *first = &schedule->first_slabs[block];
         *first = -1;

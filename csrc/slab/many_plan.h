@@ -20,9 +20,11 @@ MACKO_C_BEGIN
     X(320, 2, 2)                                                                                                       \
     X(256, 2, 1)                                                                                                       \
     X(256, 2, 2)                                                                                                       \
-    X(192, 2, 1) X(192, 2, 2) X(192, 3, 1) X(192, 3, 2) X(160, 2, 2) X(128, 2, 2) X(128, 3, 2) X(64, 2, 2) X(64, 3, 2)
+    X(192, 2, 1)                                                                                                       \
+    X(192, 2, 2) X(192, 3, 1) X(192, 3, 2) X(160, 2, 2) X(128, 2, 2) X(128, 3, 2) X(64, 2, 2) X(64, 3, 2) X(192, 2, 4) \
+        X(128, 2, 4)
 enum {
-    MACKO_SLAB_MANY_NUM_SHAPES = 13,
+    MACKO_SLAB_MANY_NUM_SHAPES = 15,
     MACKO_SLAB_MANY_TOKENS_UNIT = 32, /* those of every shape are a multiple */
 };
 
@@ -44,7 +46,7 @@ MACKO_SLAB_SHAPE_FN int macko_slab_max_x_stages(macko_slab_many_shape shape) {
 /* A warpgroup waits for one of so many stages at least: had it missed more than a round, it would take one phase of a
  * barrier for another. */
 MACKO_SLAB_SHAPE_FN int macko_slab_min_x_stages(macko_slab_many_shape shape) {
-    return shape.row_blocks;
+    return shape.split_k > 2 ? 2 * shape.row_blocks : shape.row_blocks; /* four blocks' sums take two each */
 }
 /* Whether a thread has registers for operand A of two tiles, beside its sums and all that is read of a tile. */
 MACKO_SLAB_SHAPE_FN bool macko_slab_reads_ahead(macko_slab_many_shape shape) {
@@ -98,7 +100,7 @@ bool macko_slab_many_choose(const macko_slab_many_problem *problem, const macko_
                             macko_slab_many_plan *plan);
 
 MACKO_FN int64_t macko_slab_many_flag_bytes(macko_slab_many_shape shape, int shares) {
-    return (shares * MACKO_SLAB_CLUSTER_BLOCKS * shape.row_blocks * 8 + 127) / 128 * 128;
+    return (shares * macko_slab_cluster_blocks(shape) * shape.row_blocks * 8 + 127) / 128 * 128;
 }
 
 MACKO_C_END

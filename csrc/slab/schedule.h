@@ -49,8 +49,9 @@ enum {
 /* Of a kernel. The output tile of a cluster is row_blocks * (2 / split_k) row blocks by `tokens`. */
 typedef struct macko_slab_many_shape {
     int tokens, row_blocks; /* of a block; each row block is a consumer warpgroup's */
-    int split_k;            /* blocks of a cluster that have the same rows, and a share of the columns each: 1 or 2 */
+    int split_k; /* blocks of a cluster that have the same rows, and a share of the columns each: 1, 2 or 4 */
 } macko_slab_many_shape;
+/* A cluster of four blocks has one output tile, whole, and then it ends: nothing is shared among clusters. */
 
 /* For macko_slab_divide. */
 typedef struct macko_slab_divisor {
@@ -87,6 +88,10 @@ typedef struct macko_slab_segment {
     bool fixes_up; /* adds up the partial sums that other clusters have of the tile */
 } macko_slab_segment;
 
+MACKO_FN int macko_slab_cluster_blocks(macko_slab_many_shape shape) {
+    return shape.split_k > MACKO_SLAB_CLUSTER_BLOCKS ? shape.split_k : MACKO_SLAB_CLUSTER_BLOCKS;
+}
+
 MACKO_FN int macko_slab_min(int a, int b) {
     return a < b ? a : b;
 }
@@ -122,8 +127,9 @@ MACKO_FN macko_slab_share macko_slab_share_of(const macko_slab_schedule *schedul
     macko_slab_share s;
     s.schedule = schedule;
     s.shape = shape;
-    s.rank = (int)(block % MACKO_SLAB_CLUSTER_BLOCKS);
-    s.cluster = (int)(block / MACKO_SLAB_CLUSTER_BLOCKS);
+    const uint32_t blocks = (uint32_t)macko_slab_cluster_blocks(shape);
+    s.rank = (int)(block % blocks);
+    s.cluster = (int)(block / blocks);
     s.split_begin = macko_slab_uniform(schedule->shares[macko_slab_share_index(&s)]);
     const int end = macko_slab_uniform(schedule->shares[macko_slab_share_index(&s) + 1]);
     const int whole = schedule->row_tiles * schedule->token_tiles - schedule->split;

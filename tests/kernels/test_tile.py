@@ -132,6 +132,23 @@ def test_tiles_that_are_split_anywhere(way: str, plan: Plan) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cols", [385, 1100, 3072, 14336])
+@pytest.mark.parametrize("tokens", [128, 192])
+def test_four_blocks_that_share_a_tile(tokens: int, cols: int, plan: Plan) -> None:
+    """As many tiles as there may be, and fewer; blocks with less than the others, or nothing; with other launches."""
+    plan(f"tile_tokens=1000000,tile_gemm=128x{tokens}x4x0")
+    random = torch.Generator("cuda").manual_seed(1)
+    wrong = []
+    for rows, count in ((3072, tokens), (3001, tokens - 31), (130, tokens)):
+        w = sparse_integers(rows, cols, 0.5, random)
+        x = torch.randint(-1, 2, (count, cols), device="cuda", generator=random).half()
+        tile, y = TileWeight.from_dense(w), (x.float() @ w.float().T).half()
+        wrong += [(tile.linear(x) != y).any() for _ in range(100)]
+        wrong += [(in_parts(tile, x) != y).any() for _ in range(5)]
+    assert not torch.stack(wrong).any()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("way", ["128x256x1x1", "128x256x2x2"])
 def test_products_that_wait_for_other_blocks_on_two_streams(way: str, plan: Plan) -> None:
     """Neither has all SMs, so blocks wait for sums of blocks that have begun before them only."""
@@ -213,11 +230,15 @@ PLAN_CHECKS = r"""
 
 #define EXPECT(rule, condition) do { if (!(condition)) return rule; } while (0)
 
+static int multicast_of(macko_slab_many_shape shape) { /* blocks of a cluster with rows of their own */
+    return macko_slab_cluster_blocks(shape) / shape.split_k;
+}
+
 static int check_block(const macko_slab_many_plan *plan, int block, uint8_t *covered, int *given, int *taken) {
     const macko_slab_schedule *schedule = &plan->schedule;
     const macko_slab_share share = macko_slab_share_of(schedule, plan->shape, (uint32_t)block);
     const int half_slabs = schedule->half_slabs, tiles = schedule->row_tiles * schedule->token_tiles;
-    const int index = macko_slab_share_index(&share), multicast = MACKO_SLAB_CLUSTER_BLOCKS / plan->shape.split_k;
+    const int index = macko_slab_share_index(&share), multicast = multicast_of(plan->shape);
     int first_slab = -1, own_given = -1;
     for (int next = 0; next < share.half_slabs;) {
         const macko_slab_segment s = macko_slab_segment_at(&share, next);
@@ -263,7 +284,7 @@ static int check_block(const macko_slab_many_plan *plan, int block, uint8_t *cov
 
 static int check_plan(const macko_slab_many_problem *p, const macko_slab_many_plan *plan) {
     const macko_slab_schedule *s = &plan->schedule;
-    const int tiles = s->row_tiles * s->token_tiles, multicast = MACKO_SLAB_CLUSTER_BLOCKS / plan->shape.split_k;
+    const int tiles = s->row_tiles * s->token_tiles, multicast = multicast_of(plan->shape);
     const int64_t count = (int64_t)tiles * multicast * s->half_slabs;
     int at_once = 0, given[MACKO_SLAB_MOST_CLUSTERS] = {0}, taken[MACKO_SLAB_MOST_CLUSTERS] = {0}, rule = 0;
     for (int i = 0; i < MACKO_SLAB_MANY_NUM_SHAPES; i++)
@@ -272,12 +293,15 @@ static int check_plan(const macko_slab_many_problem *p, const macko_slab_many_pl
     EXPECT(21, s->row_tiles == divide_up(p->rows, multicast * plan->shape.row_blocks * MACKO_SLAB_ROWS));
     EXPECT(22, s->token_tiles == divide_up(p->tokens, plan->shape.tokens));
     EXPECT(23, s->half_slabs == divide_up(p->cols, MACKO_SLAB_HALF_COLS));
-    const int64_t partials = (int64_t)s->clusters * 2 * plan->shape.row_blocks * macko_slab_partial_bytes(plan->shape);
+    const int64_t blocks = (int64_t)s->clusters * macko_slab_cluster_blocks(plan->shape),
+                  partials = blocks * plan->shape.row_blocks * macko_slab_partial_bytes(plan->shape);
     const int64_t flags = macko_slab_many_flag_bytes(plan->shape, s->clusters);
     EXPECT(24, plan->workspace_bytes == (s->split ? flags + partials : 0));
     EXPECT(28, s->raster_rows == RASTER_ROWS || s->raster_rows <= s->row_tiles || s->raster_rows % s->row_tiles == 0);
     uint8_t *covered = calloc(1, (size_t)count), *placed = calloc(1, (size_t)tiles);
-    for (int block = 0; !rule && block < s->clusters * 2; block++)
+    EXPECT(29, blocks <= MACKO_SLAB_MOST_CLUSTERS * MACKO_SLAB_CLUSTER_BLOCKS);
+    EXPECT(36, plan->shape.split_k < 4 || (!s->split && s->clusters == tiles)); /* one output tile each */
+    for (int block = 0; !rule && block < blocks; block++)
         rule = check_block(plan, block, covered, given, taken);
     for (int64_t i = 0; !rule && i < count; i++)
         if (covered[i] != 1) rule = 25;
@@ -331,7 +355,7 @@ int check_plans(uint64_t seed, int count, macko_slab_many_problem *p, macko_slab
             for (int k = 0; k < MACKO_SLAB_MANY_NUM_SHAPES; k++)
                 if (!memcmp(&SHAPES[k], &shape, sizeof shape)) fits = p->clusters[k];
             const bool no_share = p->cols <= MACKO_SLAB_HALF_COLS * (shape.split_k - 1); /* for the other block */
-            EXPECT(32, !fits || way->split != MACKO_SLAB_SPLIT_NONE || no_share);
+            EXPECT(32, !fits || way->split != MACKO_SLAB_SPLIT_NONE || no_share || shape.split_k > 2);
         }
         *way = (macko_slab_many_way){0, 0, 0, 0};
         if (below(4)) continue; /* all ways take longest */

@@ -27,6 +27,9 @@ CANNOT = {
     "tile_gemm=128x256x1x2x": "tile_gemm is",
     "tile_gemm=128x256x1xx": "tile_gemm is",
     "slide_tile=auto": "slide_tile is",
+    "slide_tile=7x7": r"slide_tile is '7x7', expected 64x16\|.*\|256x128",  # no kernel has it
+    "slide_tile=64x16|64x32": "slide_tile is",
+    "shared_kb=9999999": "shared_kb is '9999999', expected a number to 1048576",  # whose bytes are no int
 }
 
 

@@ -101,6 +101,8 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
 
 def kernels_of(device: torch.device) -> str:
     """Which kernels a GPU gets for slabs, and who has measured them there."""
+    if reason := _library.missing_code(device):
+        return f"no kernel runs: {reason}"
     kernels, most = _library.slab_kernels(device)
     slabs = "tile, sparse11, dense12, dense8 and sparse8"
     if kernels == "none":

@@ -207,6 +207,10 @@ class PackedWeight:
         """x and the weight as products round both, if they do, in float64."""
         return None
 
+    def cuts(self, x: Tensor) -> int:
+        """Additions of a product with x that keep less than float32 does (measure.reference.linear)."""
+        return 0
+
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols], as torch.nn.functional.linear; differentiable in x and bias.
 

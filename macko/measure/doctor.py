@@ -132,7 +132,8 @@ def main() -> int:
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 1e9:.0f} GB"
         print(f"GPU {index}: {gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} SMs, {memory}")
-        print(f"GPU {index}: {kernels_of(torch.device('cuda', index))}")
+        if not _library.cuda_missing:
+            print(f"GPU {index}: {kernels_of(torch.device('cuda', index))}")
     if not gpus:
         print("GPU: none")
 

@@ -78,12 +78,31 @@ else:
         cuda_missing = f"macko's CUDA library does not load under torch {torch.__version__}: {error}"
 
 
+def _codes(gpu: tuple[int, int]) -> list[tuple[int, int]]:
+    """The compute capabilities of which the library has code that runs on a GPU of this one."""
+    codes = []
+    for arch in cuda_arches:
+        major, minor, only, ptx = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", arch).groups()  # type: ignore[union-attr]
+        code = int(major), int(minor)
+        if code == gpu or (only != "a" and code < gpu and (code[0] == gpu[0] or (ptx and not only))):
+            codes.append(code)
+    return codes
+
+
 def code_capability(device: torch.device | int | None = None) -> tuple[int, int]:
-    """The compute capability that a GPU's code was compiled for: its own, or the newest older one in the library."""
+    """The compute capability that a GPU's code was compiled for: its own, or the newest older one that runs there."""
     gpu = torch.cuda.get_device_capability(device)
-    made_for = re.findall(r"(\d+)\.(\d)(a?)", " ".join(cuda_arches))
-    codes = [(int(major), int(minor)) for major, minor, only in made_for if not only or (int(major), int(minor)) == gpu]
-    return max((code for code in codes if code <= gpu), default=gpu)
+    return max(_codes(gpu), default=gpu)
+
+
+def missing_code(device: torch.device | int | None = None) -> str:
+    """Why no kernel of the library runs on a GPU, or nothing."""
+    gpu = torch.cuda.get_device_capability(device)
+    if not cuda_arches or _codes(gpu):
+        return ""
+    name, own = torch.cuda.get_device_name(device), f"{gpu[0]}.{gpu[1]}"
+    oldest = "macko is for 7.5 and newer" if gpu < (7, 5) else f"install macko again, with TORCH_CUDA_ARCH_LIST={own}"
+    return f"it is on {name}, {own}, and macko is compiled for {', '.join(cuda_arches)}: {oldest}"
 
 
 def slab_kernels(device: torch.device | int | None = None) -> tuple[str, int]:

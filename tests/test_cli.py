@@ -543,7 +543,11 @@ def test_layers_that_round_their_input_are_judged_by_the_rounded_one(values: str
     dense_bits, prompt = bench._bits(model), torch.arange(9)[None]
     macko.sparsify_(model, format="slide", values=values)
     assert all(found["of_bound"] <= 1 for found in bench.check_layers(model, prompt, (1, 9), dense_bits))
-    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda layer, args, y: y * 1.02)
+    layer = model.model.layers[0].mlp.up_proj
+    on_gpu = SimpleNamespace(is_cuda=True)  # where sums of float8 keep 13 bits, of 384 expanded columns here
+    assert layer.packed.cuts(on_gpu) == (13 if values == "fp8" else 0)
+    assert layer.packed.cuts(prompt) == 0
+    layer.register_forward_hook(lambda layer, args, y: y * 1.02)
     (bad,) = bench.check_layers(model, prompt, (9,), dense_bits)
     assert bad["of_bound"] > 1
 

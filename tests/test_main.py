@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,3 +40,18 @@ def test_an_op_that_is_not_tested_is_found(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(_library, "op_names", (*_library.op_names, "new_op"))
     assert main.main() == 1
     assert "not called: new_op\n" in capsys.readouterr().out
+
+
+def test_a_gpu_without_the_cuda_library_is_promised_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = SimpleNamespace(name="A GPU", major=9, minor=0, multi_processor_count=132, total_memory=80e9)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(_library, "cuda_missing", "put nvcc on PATH")
+    monkeypatch.setattr(main, "kernels_of", lambda device: "wgmma kernels")
+    assert main.main() == 1
+    said = capsys.readouterr().out
+    assert "GPU 0: A GPU, 9.0, 132 SMs" in said
+    assert "CUDA library: put nvcc on PATH" in said
+    assert "wgmma kernels" not in said

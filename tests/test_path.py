@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +11,13 @@ import pytest
 import torch
 
 from macko import _library
+from macko.measure import doctor
+from macko.nn.linear import unsupported
 from tests.common import compiled
 from tests.layouts import LAYOUTS
+
+#: setup.py's DEFAULT_ARCHES.
+DEFAULT = "7.5 8.0 8.6 8.9 9.0a 10.0 12.0+PTX"
 
 CANNOT = {
     "stage=4": r"expected a key of cpu, copy, pdl, .*; got 'stage=4'",
@@ -27,6 +33,9 @@ CANNOT = {
     "tile_gemm=128x256x1x2x": "tile_gemm is",
     "tile_gemm=128x256x1xx": "tile_gemm is",
     "slide_tile=auto": "slide_tile is",
+    "slide_tile=7x7": r"slide_tile is '7x7', expected 64x16\|.*\|256x128",  # no kernel has it
+    "slide_tile=64x16|64x32": "slide_tile is",
+    "shared_kb=9999999": "shared_kb is '9999999', expected a number to 1048576",  # whose bytes are no int
 }
 
 
@@ -97,6 +106,8 @@ def test_the_environment_is_read_and_what_it_says_wrongly_is_named() -> None:
         ("8.0 12.0+PTX", (8, 9), "", ("mma.sync", 512)),
         ("8.0+PTX 9.0a", (12, 0), "", ("mma.sync", 512)),  # 9.0a is for 9.0 alone
         ("8.0 12.0+PTX", (8, 9), "tile_tokens=7", ("mma.sync", 7)),
+        ("8.0 8.6", (8, 9), "", ("mma.sync", 512)),
+        ("8.0 9.0a+PTX 10.0 12.0+PTX", (10, 3), "", ("mma.sync", 192)),
         ("", (10, 0), "", ("mma.sync", 192)),
         ("", (7, 5), "tile_tokens=7", ("none", 0)),
     ],
@@ -108,6 +119,34 @@ def test_which_kernels_a_gpu_gets_for_slabs(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with _library.plan(f"copy=bulk,{keys}"):
         assert _library.slab_kernels() == wanted
+
+
+@pytest.mark.parametrize(
+    ("arches", "capability", "wanted"),
+    [
+        ("8.0 9.0a", (9, 0), ""),
+        ("8.0+PTX", (12, 1), ""),
+        ("8.0", (8, 9), ""),
+        ("", (7, 0), ""),  # said where the library is loaded
+        ("8.0", (9, 0), "it is on A GPU, 9.0, and macko is compiled for 8.0: .* with TORCH_CUDA_ARCH_LIST=9.0"),
+        ("8.0 9.0a", (12, 0), "compiled for 8.0, 9.0a: "),
+        ("9.0a+PTX 12.0+PTX", (10, 0), "TORCH_CUDA_ARCH_LIST=10.0"),
+        (DEFAULT, (11, 0), "TORCH_CUDA_ARCH_LIST=11.0"),  # a Jetson Thor: neither 10.0's machine code nor 12.0's PTX
+        (DEFAULT, (7, 0), "macko is for 7.5 and newer"),
+    ],
+)
+def test_a_gpu_for_which_there_is_no_code_is_told_so(
+    arches: str, capability: tuple[int, int], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is packed there: else the first launch says that there is no kernel image."""
+    monkeypatch.setattr(_library, "cuda_arches", tuple(arches.split()))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    reason = unsupported(torch.float16, torch.device("cuda")) or ""
+    assert re.search(wanted, reason) if wanted else not reason
+    if wanted:
+        assert doctor.kernels_of(torch.device("cuda")) == f"no kernel runs: {reason}"
 
 
 PATHS = ("spmv", "spmm", "few", "many", "ring", "dense rows")

@@ -131,6 +131,24 @@ def test_float32_is_bounded_by_a_thousandth_of_a_result_and_not_by_less_than_an_
     assert ((rising - wanted).abs() / bound).max() > 1 / 16
 
 
+def test_sums_that_are_cut_off_have_a_bound_of_their_own() -> None:
+    """As float8's tensor cores sum: 32 products and the sum before them, each with 13 bits behind the largest one's."""
+    w, x, _ = problem(torch.bfloat16)
+    terms = (x[:4, None].double() * w.double()).unflatten(-1, (-1, 32))
+    total = torch.zeros(terms.shape[:2], dtype=torch.float64)
+    for step in terms.unbind(-2):
+        each = torch.cat([step, total[..., None]], -1)
+        last = torch.exp2(torch.frexp(each.abs().amax(-1, keepdim=True)).exponent - 14.0)
+        total = ((each / last).trunc() * last).sum(-1)
+    steps = terms.shape[-2]
+    (wanted, bound), (_, narrow) = (
+        reference.linear(x[:4], w, None, torch.bfloat16, by_torch=False, cuts=cuts) for cuts in (steps + 1, 0)
+    )
+    off = (total.to(torch.bfloat16).double() - wanted).abs()
+    assert (off <= bound).all()
+    assert (off > narrow).any()
+
+
 @all_dtypes
 def test_few_columns_have_the_bound_that_holds_whatever_the_values(dtype: torch.dtype) -> None:
     """n u of the largest partial sum, and the rounding to dtype."""

@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -380,6 +381,23 @@ def geometry(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library.pack_shape.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, Device]
     library.launch_shape.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int, Device]
     return library
+
+
+@pytest.mark.parametrize(
+    ("shared_kb", "an_sm_kb", "most_cols"), [(64, 64, 14848), (99, 100, 32768), (163, 164, 65535), (227, 228, 65535)]
+)
+def test_it_runs_where_x_and_the_least_of_stages_fit(
+    geometry: ctypes.CDLL, shared_kb: int, an_sm_kb: int, most_cols: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 KB, as a T4 has, too: whatever the width of gaps."""
+    gpu, device = SimpleNamespace(shared_memory_per_block_optin=shared_kb << 10), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    sizes = Device(40, an_sm_kb << 10, shared_kb << 10)
+    for cols in (0, 1, 3584, 4096, 8192, most_cols, most_cols + 1, 70000):
+        runs = SellWeight.runs(device, torch.float16, cols)
+        assert runs == (cols <= most_cols)
+        fits = all(geometry.pack_shape(4096, cols, gap_bits, sizes).stages for gap_bits in range(2, 7))
+        assert runs == (fits and cols < 2**16)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -195,6 +195,16 @@ def test_slide_is_cut_and_joined_by_its_codes(element: int, n: int) -> None:
     assert not again.coded()[0][70:].float().any()
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(3, 0), (0, 0), (0, 5)])
+@pytest.mark.parametrize("element", [-1, 0, 1])
+def test_parts_without_columns_or_rows_are_joined(element: int, rows: int, cols: int) -> None:
+    part = SlideWeight.from_dense(torch.zeros(rows, cols).half(), element=element)
+    whole = joined([part, part], 2 * rows + 64)
+    assert whole is not None
+    whole.validate()
+    assert whole.shape == (2 * rows + 64, cols)
+
+
 def test_slide_beside_other_values() -> None:
     w = random_weight(64, 96, 0.5, torch.bfloat16)
     assert joined([SlideWeight.from_dense(w, 0), MackoWeight.from_dense(w)], 128) is None  # 16 bits both

@@ -483,6 +483,24 @@ def test_sell_is_chosen_up_to_a_little_more_time(
         assert choose.choose(weight, 2).format == ("tile" if not us and major > 7 else wanted)  # type: ignore[arg-type]
 
 
+def test_several_tokens_on_a_gpu_without_kernels_for_slabs_are_counted(
+    own_tables: Path, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By dense rows, or of sell's stream a pass each: packed only where that takes less than dense."""
+    (own_tables / "shipped" / times.file_name("Known")).write_text(
+        table(line(4096, 4096, 0.5, dense=40, sell=25, macko=30)).replace(GPU, "Known")
+    )
+    gpu(capability=(7, 5), bytes_a_clock=5)
+    cuda = torch.device("cuda")
+    us = choose.expected_us(4096, 4096, 0.5, HALF, cuda, 8)
+    assert us["dense"] < 2.5 * us["dense"] < us["macko"] == us["sell"] < 3 * us["dense"]
+    us = choose.expected_us(4096, 4096, 0.1, HALF, cuda, 3)
+    assert us["sell"] < us["dense"] < us["macko"]
+    assert {*choose.expected_us(4096, 4096, 0.5, HALF, cuda, 1)} == {"dense", "macko", "sell"}
+    monkeypatch.setattr(SellWeight, "runs", lambda *_: False)
+    assert {*choose.expected_us(4096, 4096, 0.5, HALF, cuda, 8)} == {"dense", "macko"}
+
+
 def test_inspect_tells_the_gain(own_tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times.cache_file(GPU).write_text(table(line(512, 256, 0.5, dense=6, sell=4)))
     macko.save_model(model(), own_tables / "model.safetensors")
@@ -636,12 +654,12 @@ def test_doctor_and_reports_say_who_measured(own_tables: Path, gpu: Callable[...
     for name, capability, said in (
         ("Known", (9, 0), r"wgmma kernels for .*sparse8; times of this GPU come with macko"),
         ("Other", (8, 9), r"mma.sync kernels for .* up to 512 tokens; nobody has measured this GPU.*--share`"),
-        ("Old", (7, 5), r"no kernels for tile"),
+        ("Old", (7, 5), r"no kernels for tile.*; macko and sell for one token; nobody has measured this GPU.*--share`"),
     ):
         gpu(name, capability, 3)
         assert re.match(said, doctor.kernels_of(other)), name
         notes = choose.counted_note(other, [2.0, None])
-        assert bool(notes) == (name == "Other")
+        assert bool(notes) == (name != "Known")
         assert choose.counted_note(other, [None]) == []
     gpu("Other", (8, 9), 3)
     times.write(times.cache_file("Other"), "Other", [line(512, 512, 0.5, dense=9, tile=5)], [], 0)

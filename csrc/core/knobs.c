@@ -44,7 +44,7 @@ static bool read_numbers(const char *text, const char *end, int count, int *numb
         char *stop;
         if (*text < '0' || *text > '9') return false;
         const long number = strtol(text, &stop, 10);
-        if (number > 1 << 30 || (i + 1 < count ? *stop != 'x' : stop != end)) return false;
+        if (number > MACKO_KNOB_MOST || (i + 1 < count ? *stop != 'x' : stop != end)) return false;
         numbers[i] = (int)number;
         text = stop;
     }
@@ -69,8 +69,10 @@ const char *macko_knobs_set(const char *text) {
             return error;
         }
         read[id].is_set = true;
-        if (KNOBS[id].numbers ? !read_numbers(value, end, KNOBS[id].numbers, read[id].numbers)
-                              : (read[id].numbers[0] = word_of(KNOBS[id].value, value, end)) < 0) {
+        const bool has_words = strchr(KNOBS[id].value, '|') != NULL;
+        const int word = has_words ? word_of(KNOBS[id].value, value, end) : 0, count = KNOBS[id].numbers;
+        if (!count) read[id].numbers[0] = word;
+        if (word < 0 || (count && !read_numbers(value, end, count, read[id].numbers))) {
             snprintf(error, sizeof error, "%s is '%.*s', expected %s", KNOBS[id].key, (int)(end - value), value,
                      KNOBS[id].value);
             return error;

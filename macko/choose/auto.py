@@ -197,7 +197,7 @@ def expected_us(
     """Microseconds of a layer by format, "dense" among them (choose.times): of the formats that hold it on that device.
 
     By default of one token. Where nobody timed slabs on a GPU, and its kernel for them is not the one of the tables,
-    tile's time is counted.
+    tile's time is counted; where it has none, several tokens of sell and the canonical format.
 
     Empty where nothing is known: of a type that the device has no kernels for, and on a CPU of a layer smaller than
     those that were measured.
@@ -207,14 +207,19 @@ def expected_us(
     tokens, table = tokens or 1, times_of(device)
     us = table.us(rows, cols, density, dtype, tokens)
     us = {name: time for name, time in us.items() if name not in FORMATS or FORMATS[name].runs(device, dtype, cols)}
-    if device.type != "cuda" or table.at(tokens).measured or _library.slab_kernels(device)[0] != "mma.sync":
+    kernels = _library.slab_kernels(device)[0] if device.type == "cuda" else "wgmma"
+    if kernels == "wgmma" or table.at(tokens).measured or (kernels == "none" and tokens == 1):
         return us
-    if "dense" not in us and (one := table.us(rows, cols, density, dtype).get("dense")):
+    one = table.us(rows, cols, density, dtype).get("dense")
+    if "dense" not in us and one:
         us["dense"] = one / counted.clocks("dense", density, 1, device)
         us["dense"] *= counted.clocks("dense", density, tokens, device)
-    if "dense" in us:
-        us |= counted.us(us["dense"], density, tokens, device)
-    return us
+    if "dense" not in us:
+        return us
+    if kernels == "mma.sync":
+        return us | counted.us(us["dense"], density, tokens, device)
+    others = counted.us_without_slabs(one or us["dense"], us["dense"], density, tokens)
+    return us | {name: time for name, time in others.items() if FORMATS[name].runs(device, dtype, cols)}
 
 
 def worst_of(
@@ -233,12 +238,13 @@ def worst_of(
 
 def counted_note(device: torch.device, times: Iterable[float | None]) -> list[str]:
     """What a report says of the times in it, if they are counted."""
-    if device.type != "cuda" or times_of(device).measured or _library.slab_kernels(device)[0] != "mma.sync":
+    if device.type != "cuda" or times_of(device).measured or not any(times):
         return []
-    if not any(times):
+    if (kernels := _library.slab_kernels(device)[0]) == "wgmma":
         return []
+    which = "no kernels for slabs" if kernels == "none" else "mma.sync kernels"
     name = torch.cuda.get_device_name(device)
-    return [f"Nobody has measured {name} (mma.sync kernels): times are counted. `macko tune --share` measures them."]
+    return [f"Nobody has measured {name} ({which}): times are counted. `macko tune --share` measures them."]
 
 
 def choosable(us: Mapping[str, float]) -> dict[str, float]:

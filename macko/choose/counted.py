@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .times import bandwidth_gbps
+from .times import GAP_BITS, bandwidth_gbps, packed_share
 
 ELEMENTS = 64 * 256
 #: By codec, for up to so many tokens at once: clocks for a slab where they are more than memory's. Of tile an H200's
@@ -57,3 +57,16 @@ def gain(format: str, density: float, tokens: int, device: torch.device) -> floa
 def us(dense: float, density: float, tokens: int, device: torch.device) -> dict[str, float]:
     """Microseconds of what auto chooses by such times, given those of dense."""
     return {"tile": dense / gain("tile", density, tokens, device)}
+
+
+def us_without_slabs(one: float, dense: float, density: float, tokens: int) -> dict[str, float]:
+    """The same on a GPU without kernels for slabs, of several tokens, as csrc/torch/path.h counts them.
+
+    By dense rows; from sell's stream in a pass for each, where that takes less.
+
+    Args:
+        one, dense: microseconds of the dense product of one token, and of all.
+    """
+    share = packed_share(density, gap_bits=GAP_BITS.get("sell", range(2, 7)))
+    by_rows = dense + one * (1 + share)
+    return {"macko": by_rows, "sell": min(by_rows, one * tokens * (0.1 + share))}

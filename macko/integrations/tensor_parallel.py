@@ -19,7 +19,7 @@ import torch.distributed
 from torch import nn
 
 from ..files import named
-from ..nn.convert import check_shards
+from ..nn.convert import group_between
 from ..nn.experts import SparseExperts
 from ..nn.linear import SparseLinear
 from ..weights import SLIDE_PATTERNS, PackedWeight
@@ -99,12 +99,9 @@ def holders(model: Any, name: str) -> int:
 
 
 def cut_group(model: Any, name: str, cols: int, pattern: str) -> str:
-    """The group of a pattern that lies in the columns of two processes, as check_shards names it, if there is one."""
+    """The group of a pattern that lies in the columns of two processes, if there is one."""
     if pattern in SLIDE_PATTERNS and cut_dim(model, name) == 1:
-        try:
-            check_shards(cols, holders(model, name), pattern)
-        except ValueError as error:
-            return str(error)
+        return group_between(cols, holders(model, name), pattern)
     return ""
 
 

@@ -276,7 +276,7 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
         if x.is_cuda and multiplies_codes(x.device, x[..., 0].numel()):
             weight = packed.unrounded()
         x, weight = packed.multiplied(x) or (x, weight)
-        judge(name, x, weight, layer.bias, y)
+        judge(name, x, weight, layer.bias, y, packed.cuts(x))
 
     def compare_experts(
         name: str,
@@ -301,8 +301,8 @@ def check_layers(model: nn.Module, prompt: Tensor, tokens: Iterable[int], dense_
             here = slice(begins[e], begins[e + 1])
             judge(name, x[here], weights[e], None, y[here])
 
-    def judge(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        wanted, bound = reference.linear(x, weight, bias, y.dtype, by_torch=x[..., 0].numel() > 1)
+    def judge(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, cuts: int = 0) -> None:
+        wanted, bound = reference.linear(x, weight, bias, y.dtype, by_torch=x[..., 0].numel() > 1, cuts=cuts)
         # Inf on both sides is no difference; NaN, and Inf on one side, are over every bound.
         same = y.isinf() & (y == wanted.to(y.dtype))
         off = torch.where(same, 0.0, (y - wanted).abs() / bound).nan_to_num(nan=torch.inf)

@@ -101,10 +101,14 @@ def self_test(device: torch.device, dtype: torch.dtype) -> None:
 
 def kernels_of(device: torch.device) -> str:
     """Which kernels a GPU gets for slabs, and who has measured them there."""
+    if reason := _library.missing_code(device):
+        return f"no kernel runs: {reason}"
     kernels, most = _library.slab_kernels(device)
+    slabs = "tile, sparse11, dense12, dense8 and sparse8"
     if kernels == "none":
-        return "no kernels for tile, sparse11, dense12, dense8 and sparse8; macko and sell for one token"
-    many = "" if kernels == "wgmma" else f" up to {most} tokens"
+        what = f"no kernels for {slabs}; macko and sell for one token"
+    else:
+        what = f"{kernels} kernels for {slabs}" + ("" if kernels == "wgmma" else f" up to {most} tokens")
     name, times = gpu_name(device), times_of(device)
     if name in measured_gpus():
         who = "times of this GPU come with macko"
@@ -112,7 +116,7 @@ def kernels_of(device: torch.device) -> str:
         who = "times by your own `macko tune`"
     else:
         who = "nobody has measured this GPU, its times are counted: please run `macko tune --share`"
-    return f"{kernels} kernels for tile, sparse11, dense12, dense8 and sparse8{many}; {who}"
+    return f"{what}; {who}"
 
 
 def main() -> int:
@@ -128,7 +132,8 @@ def main() -> int:
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 1e9:.0f} GB"
         print(f"GPU {index}: {gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} SMs, {memory}")
-        print(f"GPU {index}: {kernels_of(torch.device('cuda', index))}")
+        if not _library.cuda_missing:
+            print(f"GPU {index}: {kernels_of(torch.device('cuda', index))}")
     if not gpus:
         print("GPU: none")
 

@@ -54,6 +54,7 @@ def linear(
     *,
     chain: int | None = None,
     flush: float = 0.0,
+    cuts: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """x W^T + bias in float64 on x's device, and how far from it a result of `dtype` may be for its roundings.
 
@@ -64,6 +65,7 @@ def linear(
         by_torch: torch's product may have done the sums, else a kernel of macko's, with one rounding to `dtype`.
         chain: additions after a product plus one for the product; default: any order of summation.
         flush: values below it may be taken as zero (an instruction that knows no subnormals).
+        cuts: additions that keep no more than 13 bits behind the largest term, as those of float8's tensor cores.
 
     Returns:
         Both float64 [..., rows].
@@ -86,7 +88,7 @@ def linear(
     if chain is not None:
         always, error = chain, chain * size
     # A product or sum below float32's normal range is off by half its smallest number, 2^-149, at most.
-    error = error * unit / (1 - always * unit) + cols * 2.0**-149
+    error = error * unit / (1 - always * unit) + cols * 2.0**-149 + cuts * 2.0**-13 * size
 
     kind = torch.finfo(dtype)
     half, smallest = kind.eps / 2, kind.smallest_normal * kind.eps / 2  # of a rounding to dtype

@@ -581,13 +581,18 @@ def check_shards(cols: int, shards: int, pattern: str) -> None:
     """
     if pattern not in SLIDE_PATTERNS:
         raise ValueError(f"pattern is {pattern!r}, expected one of {', '.join(SLIDE_PATTERNS)}")
+    if group := group_between(cols, shards, pattern):
+        raise ValueError(group)
+
+
+def group_between(cols: int, shards: int, pattern: str) -> str:
+    """The group of a pattern that equal shards of a weight's columns would cut, and where, or nothing."""
     width = -(-cols // max(1, shards))
     for shard in range(1, shards):
         start = min(shard * width, cols)
         if group := straddling(cols, start, SLIDE_PATTERNS[pattern]):
-            raise ValueError(
-                f"{group} straddles shards {shard - 1} and {shard} of {shards}, which meet at column {start}"
-            )
+            return f"{group} straddles shards {shard - 1} and {shard} of {shards}, which meet at column {start}"
+    return ""
 
 
 def _refused_shards(weight: Tensor, pattern: str) -> str | None:
@@ -596,11 +601,9 @@ def _refused_shards(weight: Tensor, pattern: str) -> str | None:
     if placements is None or mesh is None:
         return None
     for dim, placement in enumerate(placements):
-        if placement.is_shard(1) and pattern != "auto":
-            try:
-                check_shards(weight.shape[1], mesh.size(dim), pattern)
-            except ValueError as error:
-                return str(error)
+        is_cut = placement.is_shard(1) and pattern != "auto"
+        if is_cut and (group := group_between(weight.shape[1], mesh.size(dim), pattern)):
+            return group
     return "its weight is a DTensor: pack the shard, to_local(), in a layer of its own"
 
 

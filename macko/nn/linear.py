@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
+from .. import _library
 from ..choose.auto import pack, repacked
 from ..choose.options import AUTO, Options
 from ..ops import multiply
@@ -43,6 +44,8 @@ def unsupported(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"it is {str(dtype).removeprefix('torch.')}; macko holds float16, bfloat16 and, on the CPU, float32"
     if dtype == torch.float32 and device.type == "cuda":
         return "it is float32, which macko holds on the CPU only; convert to float16 or bfloat16 first"
+    if device.type == "cuda" and torch.cuda.is_available():
+        return _library.missing_code(device) or None
     return None
 
 

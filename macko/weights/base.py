@@ -207,6 +207,10 @@ class PackedWeight:
         """x and the weight as products round both, if they do, in float64."""
         return None
 
+    def cuts(self, x: Tensor) -> int:
+        """Additions of a product with x that keep less than float32 does (measure.reference.linear)."""
+        return 0
+
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias for x [..., cols], as torch.nn.functional.linear; differentiable in x and bias.
 
@@ -616,9 +620,11 @@ class PackedWeight:
 def stacked_codes(parts: Sequence[PackedWeight], rows: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of parts of one kind below each other; up to so many rows zeros, of scale 1."""
     coded = [part.coded() for part in parts]
-    numbers = torch.cat([codes.view(torch.uint8) for codes, _ in coded])
+    dtype = coded[0][0].dtype
+    bits = torch.uint8 if dtype.itemsize == 1 else torch.int16  # of float8 torch neither joins nor fills
+    numbers = torch.cat([codes.view(bits) for codes, _ in coded])
     more = rows - len(numbers)
-    numbers = torch.nn.functional.pad(numbers, (0, 0, 0, more)).view(coded[0][0].dtype)
+    numbers = torch.nn.functional.pad(numbers, (0, 0, 0, more)).view(dtype)
     scales = [scales for _, scales in coded]
     return numbers, torch.cat([*scales, scales[0].new_ones(more)])
 

@@ -13,8 +13,9 @@ from typing_extensions import Self
 from .base import PackedWeight, Shape, any_size
 from .canonical import MackoWeight
 
-#: Shared memory that the kernel wants besides x, in bytes: its stages, partial sums, zeros after x.
-_SHARED_BYTES = 64 * 1024
+#: Shared memory that the kernel wants at least besides x, in bytes: four stages of four warps with gaps of 6 bits,
+#: zeros after x, partial sums, barriers (csrc/sell/sell.h). GPUs of 7.5 have 64 KB.
+_SHARED_BYTES = 35 * 1024
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

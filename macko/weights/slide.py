@@ -150,6 +150,11 @@ class SlideWeight(PackedWeight):
         each = [(codes[..., : self.cols].double(), scale.double()) for codes, scale in (found, self.coded())]
         return each[0][0] * each[0][1][..., None], each[1][0] * each[1][1][:, None]
 
+    def cuts(self, x: Tensor) -> int:
+        """Of float8 on a GPU one for 32 expanded columns."""
+        is_cut = x.is_cuda and SLIDE_ELEMENTS[self.element] == torch.float8_e4m3fn
+        return ops.slide_depth(self.cols, self.n) // 32 + 1 if is_cut else 0
+
     def coded(self) -> tuple[Tensor, Tensor]:
         """Values as packed and their scales, which are 1 where values are not quantised."""
         return super().to_dense(), self.scale

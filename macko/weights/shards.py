@@ -72,9 +72,8 @@ def gathered(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) 
 
 def _gathered_codes(weight: PackedWeight, dim: int, shape: tuple[int, int], mesh: Any) -> PackedWeight:
     codes, part_scales = weight.coded()
-    numbers = codes.view(torch.uint8).unflatten(
-        1, (codes.shape[1], codes.itemsize)
-    )  # of an element's bytes none is cut off
+    # Of an element's bytes none is cut off.
+    numbers = codes.view(torch.uint8).unflatten(1, (codes.shape[1], codes.itemsize))
     numbers = _whole(numbers, dim, (*shape, codes.itemsize), mesh).flatten(1).view(codes.dtype)
     if dim == 0:
         scales = _whole(part_scales, 0, shape[:1], mesh)

@@ -21,8 +21,8 @@ MACKO_C_BEGIN
     X(256, 2, 1)                                                                                                       \
     X(256, 2, 2)                                                                                                       \
     X(192, 2, 1)                                                                                                       \
-    X(192, 2, 2) X(192, 3, 1) X(192, 3, 2) X(160, 2, 2) X(128, 2, 2) X(128, 3, 2) X(64, 2, 2) X(64, 3, 2) X(192, 2, 4) \
-        X(128, 2, 4)
+    X(192, 2, 2)                                                                                                       \
+    X(192, 3, 1) X(192, 3, 2) X(160, 2, 2) X(128, 2, 2) X(128, 3, 2) X(64, 2, 2) X(64, 3, 2) X(192, 2, 4) X(128, 2, 4)
 enum {
     MACKO_SLAB_MANY_NUM_SHAPES = 15,
     MACKO_SLAB_MANY_TOKENS_UNIT = 32, /* those of every shape are a multiple */

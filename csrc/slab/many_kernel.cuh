@@ -16,7 +16,8 @@
 //
 // Two blocks are a cluster. With SPLIT_K = 1 they have neighbouring rows, and each fetches half of the tokens for both
 // (multicast). With SPLIT_K = 2 they have the same output tile: each takes half of the slabs, then gets the sums of
-// half of the tokens from the other (DSMEM); so do four with SPLIT_K = 4. Who multiplies what is in schedule.h; a task is what a launch says.
+// half of the tokens from the other (DSMEM); so do four with SPLIT_K = 4. Who multiplies what is in schedule.h; a task
+// is what a launch says.
 #pragma once
 
 #include <type_traits>
@@ -639,9 +640,9 @@ __device__ __forceinline__ void exchange_partials(const many_task<CODEC> &task, 
     x = x.ahead(SHAPE::ROW_BLOCKS, stages);
 }
 
-// The same of a cluster of four, whose one output tile this is: each block sends the three others those of their tokens, and
-// adds what it gets in the order of the blocks. Few tokens and few tiles: 3072 x 3072 by 128 took 22,300 cycles with tiles
-// split over all clusters, and 18,200 so (tile, H100, 2026-11-28).
+// The same of a cluster of four, whose one output tile this is: each block sends the three others those of their
+// tokens, and adds what it gets in the order of the blocks. For few tiles: 3072 x 3072 by 128 tokens took 22,300 cycles
+// with tiles split over all clusters, and takes 18,200 so (tile, H100, 2026-11-28).
 template <class SHAPE, class CODEC, class RELEASE>
 __device__ __forceinline__ void exchange_among_all(const many_task<CODEC> &task, uint32_t smem, int rank, int warpgroup,
                                                    const macko_slab_segment &segment, sm90::pipeline_state &x,

@@ -46,12 +46,12 @@ enum {
     MACKO_SLAB_HALF_COLS = MACKO_SLAB_HALF_TILES * MACKO_SLAB_TILE_COLS,
 };
 
-/* Of a kernel. The output tile of a cluster is row_blocks * (2 / split_k) row blocks by `tokens`. */
+/* Of a kernel. The output tile of a cluster of two is row_blocks * (2 / split_k) row blocks by `tokens`; one of four has
+ * row_blocks by `tokens`, whole, and then it ends: nothing is shared among such clusters. */
 typedef struct macko_slab_many_shape {
     int tokens, row_blocks; /* of a block; each row block is a consumer warpgroup's */
     int split_k; /* blocks of a cluster that have the same rows, and a share of the columns each: 1, 2 or 4 */
 } macko_slab_many_shape;
-/* A cluster of four blocks has one output tile, whole, and then it ends: nothing is shared among clusters. */
 
 /* For macko_slab_divide. */
 typedef struct macko_slab_divisor {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .times import GAP_BITS, bandwidth_gbps, packed_share
+from .times import bandwidth_gbps, held_bytes
 
 ELEMENTS = 64 * 256
 #: By codec, for up to so many tokens at once: clocks for a slab where they are more than memory's. Of tile an H200's
@@ -67,6 +67,6 @@ def us_without_slabs(one: float, dense: float, density: float, tokens: int) -> d
     Args:
         one, dense: microseconds of the dense product of one token, and of all.
     """
-    share = packed_share(density, gap_bits=GAP_BITS.get("sell", range(2, 7)))
+    share = held_bytes("sell", 1, 1, density, 2) / 2  # of the dense bytes
     by_rows = dense + one * (1 + share)
     return {"macko": by_rows, "sell": min(by_rows, one * tokens * (0.1 + share))}

@@ -170,14 +170,12 @@ class Codec:
     def x(self, *shape: int, seed: int = 1) -> Tensor:
         return random_vector(*shape, dtype=self.dtype, seed=seed)
 
-    def exceeds_shared(self, source: Source) -> bool:
-        """As the function; only slabs of tile are so large."""
-        return False
-
     def assert_close(self, y: Tensor, source: Source, x: Tensor, bias: Tensor | None = None) -> None:
         """y against x W^T + bias, as the tensor cores round it, and by dense rows as the library does."""
         tokens = x.shape[:-1].numel()
-        if y.is_cuda and x.shape[-1] and not by_rows(tokens) and not (tokens > 32 and self.exceeds_shared(source)):
+        # Only slabs of tile are so large.
+        too_large = y.is_cuda and tokens > 32 and self.format == "tile" and exceeds_shared(self.packed(source, "cpu"))
+        if y.is_cuda and x.shape[-1] and not by_rows(tokens) and not too_large:
             # Of codes there is a product with the scale after the sums, and one addition.
             roundings = chain(x.shape[-1]) + 2 * (len(self.kinds) > 1)
             assert_close_spmv(y, self.unrounded(source), x, bias, chain=roundings)
@@ -189,9 +187,6 @@ class Tile(Codec):
     format = "tile"
     head, quick = 21, 300_000
     sizes = ((0.1, 0, 0.44), (0.3, 0, 0.85), (0.5, 0, 1.25), (0.7, 0, 1.63))
-
-    def exceeds_shared(self, source: Tensor) -> bool:
-        return exceeds_shared(self.packed(source, "cpu"))
 
     def bytes_of(self, source: Tensor) -> Bytes:
         data, offsets = reference.tile_pack(source)

@@ -52,6 +52,10 @@ MACKO_SLAB_SHAPE_FN int macko_slab_min_x_stages(macko_slab_many_shape shape) {
 MACKO_SLAB_SHAPE_FN bool macko_slab_reads_ahead(macko_slab_many_shape shape) {
     return shape.row_blocks == 2 && shape.tokens <= 192;
 }
+/* Whether it has fewer than most codecs want to load ahead. */
+MACKO_SLAB_SHAPE_FN bool macko_slab_few_registers(macko_slab_many_shape shape) {
+    return shape.row_blocks > 2 && shape.tokens > 128;
+}
 /* fp32 sums of a warpgroup, of the tokens that its block stores. */
 MACKO_SLAB_SHAPE_FN int macko_slab_partial_bytes(macko_slab_many_shape shape) {
     return MACKO_SLAB_ROWS * (shape.tokens / shape.split_k) * 4;

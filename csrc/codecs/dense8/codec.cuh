@@ -16,8 +16,7 @@ struct dense8 {
     static constexpr float FOLD = bytes::FOLD;
     static constexpr int BASE = 0, HALVES_TO = 0;
     static constexpr bool takes(macko_slab_many_shape shape) {
-        return (shape.tokens <= 256 || shape.split_k < 2) && (shape.row_blocks == 2 || shape.tokens <= 128) &&
-               shape.split_k <= 2;
+        return (shape.tokens <= 256 || shape.split_k < 2) && !macko_slab_few_registers(shape) && shape.split_k <= 2;
     }
     static constexpr int TILE_BYTES = MACKO_SLAB_SLICES * MACKO_DENSE8_SLICE_BYTES,
                          CHUNK = MACKO_SLAB_LANES * MACKO_DENSE8_CHUNK; // of a warp

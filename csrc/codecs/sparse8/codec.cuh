@@ -74,7 +74,7 @@ struct sparse8 {
     static constexpr int BASE = 0, LEAST_BYTES = MACKO_SPARSE8_VALUES_AT,
                          HALVES_TO = 32; // with more tokens there are too few stages for two at once
     static constexpr bool takes(macko_slab_many_shape shape) {
-        return (shape.row_blocks == 2 || shape.tokens <= 128) && shape.split_k <= 2;
+        return !macko_slab_few_registers(shape) && shape.split_k <= 2;
     }
 
     template <bool HALF>

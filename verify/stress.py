@@ -68,8 +68,8 @@ RINGS = tuple(f"{OLD_COPIES},tile_tokens=1000000{more}" for more in ("", ",sms=2
 GEMM_WAYS = ("128x320x1x1", "128x256x1x3", "128x160x2x1", "128x192x1x1", "192x128x2x1")
 #: Of tile, which has blocks of 192 x 192, too; and clusters of four.
 TILE_WAYS = (*GEMM_WAYS, "192x192x1x1", "192x192x2x1", "128x128x4x0", "128x192x4x0")
-#: Of dense12 and sparse11, which have no block of 320 tokens that shares no output tile.
-OTHER_WAYS = ("128x320x2x1", "128x160x2x1", "128x256x1x1", "128x256x1x3", "192x128x2x1", "128x128x4x0")
+#: Of dense12 and sparse11.
+OTHER_WAYS = (*GEMM_WAYS, "128x320x2x1", "128x256x1x1", "128x128x4x0")
 #: Few blocks do all: with small matrices, too, rings of stages wrap, a block goes from tile to tile, tiles are split.
 FEW_SMS = ("sms=2", "sms=6")
 #: Keys of MACKO_PLAN that choose other kernels, or how many blocks there are.

@@ -121,7 +121,7 @@ template <class SHAPE, class CODEC>
 __device__ __forceinline__ void fetch_experts_slabs(const experts_many_task<CODEC> &task, uint32_t smem, int rank) {
     const int lane = threadIdx.x % WARP;
     const uint32_t slabs_at = smem + SHAPE::X + task.stages.x * SHAPE::STAGE_BYTES;
-    const uint64_t once = evict_first(), again = evict_normal();
+    const uint64_t once = evict_first();
     sm90::pipeline_state slabs;
     experts_many_walk walk(task);
     for (bool more = walk.open(); more; more = walk.open_next()) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ void fetch_experts_slabs(const experts_many_task<CODE
         for (int slab = 0; slab < task.slabs; slab++) {
             int64_t from = (of_all + slab) * task.slab_units, to = from + task.slab_units;
             if (!CODEC::SAME_SIZE) from = task.offsets[of_all + slab], to = task.offsets[of_all + slab + 1];
-            copy_slabs<SHAPE>(smem, slabs_at, task.stages, slabs, task.data, from, to, walk.shared ? again : once);
+            copy_slabs<SHAPE>(smem, slabs_at, task.stages, slabs, task.data, from, to, walk.shared ? 0 : once);
         }
     }
 }

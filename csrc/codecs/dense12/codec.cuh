@@ -62,7 +62,7 @@ struct dense12 {
     static constexpr int STEPS = 1;
     static constexpr int BASE = 0, HALVES_TO = 0;
     static constexpr bool takes(macko_slab_many_shape shape) {
-        return (shape.tokens <= 256 || shape.split_k > 1) && !macko_slab_few_registers(shape);
+        return !macko_slab_few_registers(shape);
     }
     static constexpr int TILE_BYTES = MACKO_SLAB_SLICES * MACKO_DENSE12_SLICE_BYTES,
                          CHUNK = MACKO_SLAB_LANES * MACKO_DENSE12_CHUNK; // of a warp

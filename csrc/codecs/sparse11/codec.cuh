@@ -129,7 +129,7 @@ struct sparse11 {
     static constexpr int BASE = 0, LEAST_BYTES = MACKO_SPARSE11_VALUES_AT,
                          HALVES_TO = 32; // with more tokens there are too few stages for two at once
     static constexpr bool takes(macko_slab_many_shape shape) {
-        return (shape.tokens <= 256 || shape.split_k > 1) && !macko_slab_few_registers(shape);
+        return !macko_slab_few_registers(shape);
     }
 
     template <bool HALF>

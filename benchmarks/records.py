@@ -287,19 +287,20 @@ def one_gpu() -> Lines:
 # Under load: benchmarks.load.
 
 
-def load(name: str = "load", folder: Path = H100) -> Lines:
+def load(name: str = "load", folder: Path = H100, **only: Any) -> Lines:
     """The better dense is the faster one of the matrix before it was pruned and after."""
-    return read(folder / f"{name}.jsonl", "dtype", "tokens", "kernel", "rows", "cols")
+    return read(folder / f"{name}.jsonl", "dtype", "tokens", "kernel", "rows", "cols", **only)
 
 
-def load_tokens(name: str = "load", folder: Path = H100) -> Lines:
-    return ranked(wide(load(name, folder), "{dtype} {tokens}", "{kernel}"), "dtype", "tokens")
+def load_tokens(name: str = "load", folder: Path = H100, **only: Any) -> Lines:
+    return ranked(wide(load(name, folder, **only), "{dtype} {tokens}", "{kernel}"), "dtype", "tokens")
 
 
-def load_clocks(folder: Path = H100) -> Lines:
+def load_clocks(folder: Path = H100, **only: Any) -> Lines:
     """In bfloat16, by tokens: speed-ups by time, and over F.linear of the dense matrix by cycles; mean clocks."""
-    lines = [x for x in load(folder=folder) if x["dtype"] == "bfloat16"]
-    rows = {row["tokens"]: row for row in load_tokens(folder=folder) if row["dtype"] == "bfloat16"}
+    only["dtype"] = "bfloat16"
+    lines = load(folder=folder, **only)
+    rows = {row["tokens"]: row for row in load_tokens(folder=folder, **only)}
     for line in lines:
         line["cycles"] = statistics.fmean(us * mhz for us, mhz in zip(line["all_us"], line["clock_mhz"], strict=True))
     against(lines, {"kernel": "dense"}, "tokens", "rows", "cols", value="cycles")

@@ -416,8 +416,9 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     "load where": (records.load, WHERE),
     "load": (records.load_clocks, LOAD_CLOCKS),
     "load h200 where": (lambda: records.load(folder=H200), WHERE),
-    "load h200": (lambda: records.load_clocks(H200), LOAD_CLOCKS),
-    "load spread": (lambda: read(H100 / "load.jsonl"), load_spread),
+    "load h200": (lambda: records.load_clocks(H200, tokens={1024 << i for i in range(5)}), LOAD_CLOCKS),
+    "load h200 hundreds": (lambda: records.load_clocks(H200, tokens={256, 384, 512}), LOAD_CLOCKS),
+    "load spread": (lambda: read(H200 / "load.jsonl"), load_spread),
     "load rows": (
         lambda: records.load_tokens("load_rows"),
         columns_of("{tokens}", [f"{name}{rows}" for name in LOAD for rows in ("", "_rows")], "{% mean}"),

@@ -47,8 +47,8 @@ static int64_t tile_row_blocks(macko_slab_many_shape shape) {
 /* What takes how many clocks of an SM: fitted to the cycles of all ways at 14 shapes by 128 to 1024 tokens (H100, density
  * 0.5, 2026-11-27), with 192 tokens at 19 shapes by 192 to 768 (2026-11-28), then 320 tokens, ends and dense12's at 11
  * shapes by 128 to 768 of tile, dense12 and sparse11, where the choice is 0.3 % from the fastest way on average (H200,
- * 2026-11-28); blocks of 160 tokens by the wavefronts of shared memory that they have less (docs/kernels.md). While one warpgroup does these things the
- * other multiplies, so most are less than a clock in the kernel says. */
+ * 2026-11-28); blocks of 160 tokens by the wavefronts of shared memory that they have less (docs/kernels.md). While one
+ * warpgroup does these things the other multiplies, so most are less than a clock in the kernel says. */
 typedef struct clocks {
     int64_t half_slab; /* its products */
     int64_t exchange;  /* of partial sums by the blocks of a cluster */
@@ -65,7 +65,7 @@ static clocks clocks_of(macko_slab_many_shape shape, bool reads_ahead) {
                                                                     : (shape.split_k > 1 ? 3420 : 3560))
                        : shape.tokens > 128 ? 3150
                                             : (shape.row_blocks > 2 ? 4450 : 3000);
-    /* One factor, so that these shapes stay as they were among themselves. */
+    /* Of dense12, the one codec that does. One factor, so that these shapes stay as they were among themselves. */
     const int slab = reads_ahead && macko_slab_reads_ahead(shape) ? fitted * 90 / 100 : fitted;
     const int sums = shape.row_blocks * macko_slab_partial_bytes(shape);
     const int64_t exchange = shape.split_k > 2 ? 3 * sums / 12 - 2600 /* and what a launch of whole tiles is shorter */

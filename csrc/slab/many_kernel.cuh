@@ -67,7 +67,7 @@ struct many_shape {
     static constexpr int BOX = FETCHED > 256 ? FETCHED / 2 : FETCHED;
     // The registers of an SM: the producers, a warpgroup for that reason, leave theirs to the consumers.
     static constexpr int THREADS = (ROW_BLOCKS + 1) * MACKO_SLAB_WARPGROUP;
-    // With 232 for 320 tokens sparse11 spilled in the loop.
+    // With 232 for 320 tokens sparse11 had over forty spills in the loop; with 240 it has one, and producers have a few.
     static constexpr int REGISTERS = ROW_BLOCKS > 2 ? (TOKENS > 128 ? 160 : 152)
                                      : TOKENS > 256 ? 240
                                      : TOKENS > 128 ? 232
@@ -329,7 +329,7 @@ __device__ __forceinline__ void fetch_tokens(const many_task<CODEC> &task, uint3
 // A lane waits for its own slab's place. racecheck takes no notice where some lanes of a warp wait, together or one after
 // another, and named what they copied next (H200, 512ba27), so in its build all wait for all of them.
 // once: the L2 policy of what is read once; 0: none. Not evict_normal, which is said to be the same as none: with it
-// 8448 x 8192 by 384 tokens took 117,600 cycles for 110,100 (dense12 in blocks of 128 x 192, H200).
+// 6336 x 8192 by 512 tokens took 247,600 cycles for 239,800 (dense12 in blocks of 192 x 128, four token tiles, H200).
 template <class SHAPE, typename UNIT>
 __device__ __forceinline__ void copy_slabs(uint32_t smem, uint32_t slabs_at, const macko_slab_many_stages &stages,
                                            sm90::pipeline_state &slabs, const uint8_t *data, UNIT from, UNIT to,
@@ -390,9 +390,10 @@ __device__ __forceinline__ void fetch_slabs(const many_task<CODEC> &task, uint32
     __syncwarp();
     sm90::cluster_arrive_relaxed();
     const uint32_t slabs_at = smem + SHAPE::X + task.stages.x * SHAPE::STAGE_BYTES;
-    // Slabs that many token tiles want are to be found in L2: 8192 x 28672 by 8192 tokens reads 7.2 GB from memory then, and
-    // 9.1 GB where they leave first (H100, dense12, ncu, 2026-11-26), 8192 x 8192 takes 2.6 % longer. Two token tiles read
-    // them at about the same time: 8192 x 8192 by 640 takes 178,200 cycles where they leave first, else 182,300 (H200).
+    // Slabs that many token tiles want are to be found in L2: where they leave first 8192 x 28672 by 8192 tokens reads 9.1 GB
+    // from memory, else 7.2 (with evict_normal, H100, dense12, ncu, 2026-11-26), and 8192 x 8192 by 8192 takes 2.6 % longer,
+    // in as many cycles (H200). Two token tiles read them at about the same time: 8192 x 8192 by 640 takes 178,200 cycles
+    // where they leave first, else 182,300 (H200).
     const uint64_t once = schedule.token_tiles > 2 ? 0 : evict_first();
     sm90::pipeline_state slabs;
     const auto fetch = [&] { copy_slabs<SHAPE>(smem, slabs_at, task.stages, slabs, task.data, from, to, once); };

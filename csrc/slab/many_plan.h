@@ -50,7 +50,7 @@ MACKO_SLAB_SHAPE_FN int macko_slab_min_x_stages(macko_slab_many_shape shape) {
 }
 /* Whether a thread has registers for operand A of two tiles, beside its sums and all that is read of a tile. */
 MACKO_SLAB_SHAPE_FN bool macko_slab_reads_ahead(macko_slab_many_shape shape) {
-    return shape.tokens <= (shape.row_blocks > 2 ? 128 : 192);
+    return shape.row_blocks > 2 ? shape.tokens == 128 : shape.tokens <= 192;
 }
 /* Whether it has fewer than most codecs want to load ahead. */
 MACKO_SLAB_SHAPE_FN bool macko_slab_few_registers(macko_slab_many_shape shape) {

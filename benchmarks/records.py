@@ -292,6 +292,11 @@ def load(name: str = "load", folder: Path = H100, **only: Any) -> Lines:
     return read(folder / f"{name}.jsonl", "dtype", "tokens", "kernel", "rows", "cols", **only)
 
 
+def load_commit(folder: Path) -> str:
+    """The commit that was measured last, for tables in which no row is of two."""
+    return next((line["commit"] for line in reversed(read(folder / "load.jsonl"))), "")
+
+
 def load_tokens(name: str = "load", folder: Path = H100, **only: Any) -> Lines:
     return ranked(wide(load(name, folder, **only), "{dtype} {tokens}", "{kernel}"), "dtype", "tokens")
 

@@ -97,8 +97,8 @@ LOAD_CLOCKS = Table(
 )  # fmt: skip
 
 
-#: Of an H200: the commit whose lines are shown, so that no row is of two, and tokens of the table of thousands.
-UNDER_LOAD, THOUSANDS = "739375bd", {1024 << i for i in range(5)}
+#: Tokens of an H200's two tables under load.
+HUNDREDS, THOUSANDS = {256, 384, 512}, {1024 << i for i in range(5)}
 
 
 def load_spread(lines: Lines) -> str:
@@ -419,10 +419,13 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     ),
     "load where": (records.load, WHERE),
     "load": (records.load_clocks, LOAD_CLOCKS),
-    "load h200 where": (lambda: records.load(folder=H200, commit=UNDER_LOAD), WHERE),
-    "load h200": (lambda: records.load_clocks(H200, commit=UNDER_LOAD, tokens=THOUSANDS), LOAD_CLOCKS),
-    "load h200 hundreds": (lambda: records.load_clocks(H200, commit=UNDER_LOAD, tokens={256, 384, 512}), LOAD_CLOCKS),
-    "load spread": (lambda: records.load(folder=H200, commit=UNDER_LOAD, tokens=THOUSANDS), load_spread),
+    "load h200 where": (lambda: records.load(folder=H200, commit=records.load_commit(H200)), WHERE),
+    "load h200": (lambda: records.load_clocks(H200, commit=records.load_commit(H200), tokens=THOUSANDS), LOAD_CLOCKS),
+    "load h200 hundreds": (
+        lambda: records.load_clocks(H200, commit=records.load_commit(H200), tokens=HUNDREDS),
+        LOAD_CLOCKS,
+    ),
+    "load spread": (lambda: records.load(folder=H200, commit=records.load_commit(H200), tokens=THOUSANDS), load_spread),
     "load rows": (
         lambda: records.load_tokens("load_rows"),
         columns_of("{tokens}", [f"{name}{rows}" for name in LOAD for rows in ("", "_rows")], "{% mean}"),

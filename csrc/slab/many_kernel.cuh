@@ -62,7 +62,7 @@ struct many_shape {
         return {TOKENS, ROW_BLOCKS, SPLIT_K};
     }
     // Blocks that multicast tokens to each other, the tokens that each fetches, and those of a box, 256 at most.
-    static constexpr int CLUSTER = SPLIT_K > MACKO_SLAB_CLUSTER_BLOCKS ? SPLIT_K : MACKO_SLAB_CLUSTER_BLOCKS;
+    static constexpr int CLUSTER = macko_slab_cluster_blocks({TOKENS, ROW_BLOCKS, SPLIT_K});
     static constexpr int MULTICAST = CLUSTER / SPLIT_K, FETCHED = TOKENS / MULTICAST;
     static constexpr int BOX = FETCHED > 256 ? FETCHED / 2 : FETCHED;
     // The registers of an SM: the producers, a warpgroup for that reason, leave theirs to the consumers.

@@ -8,12 +8,6 @@
 
 MACKO_C_BEGIN
 
-#ifdef __cplusplus
-#define MACKO_SLAB_SHAPE_FN constexpr inline
-#else
-#define MACKO_SLAB_SHAPE_FN static inline
-#endif
-
 /* The shapes that are compiled: tokens, row blocks, split_k. Not of every codec (`takes`, codec.cuh). */
 #define MACKO_SLAB_MANY_SHAPES(X)                                                                                      \
     X(320, 2, 1)                                                                                                       \

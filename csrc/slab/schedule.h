@@ -88,7 +88,14 @@ typedef struct macko_slab_segment {
     bool fixes_up; /* adds up the partial sums that other clusters have of the tile */
 } macko_slab_segment;
 
-MACKO_FN int macko_slab_cluster_blocks(macko_slab_many_shape shape) {
+/* Functions of a shape, which constants of C++ call too. */
+#ifdef __cplusplus
+#define MACKO_SLAB_SHAPE_FN constexpr MACKO_FN
+#else
+#define MACKO_SLAB_SHAPE_FN MACKO_FN
+#endif
+
+MACKO_SLAB_SHAPE_FN int macko_slab_cluster_blocks(macko_slab_many_shape shape) {
     return shape.split_k > MACKO_SLAB_CLUSTER_BLOCKS ? shape.split_k : MACKO_SLAB_CLUSTER_BLOCKS;
 }
 

@@ -74,6 +74,21 @@ static clocks clocks_of(macko_slab_many_shape shape, bool reads_ahead) {
     return (clocks){slab / 2 / shape.split_k, exchange, sums / 27, 6300, sums / 100, 2300 + sums / 150};
 }
 
+/* Under load power decides the clock: a way that leaves SMs idle runs at a higher one, and what costs energy takes longer.
+ * So a plan is judged by its clocks and by clocks for its energy: that of the products, at the tensor cores' pace, by how
+ * much a shape takes (a weight is decoded once for a block's tokens; two blocks with the same rows read tokens twice), and
+ * that of sums which are given away. Fitted to times under load of 536 ways at 105 products by 256 to 4096 tokens (tile,
+ * dense12, sparse11), which it foretells to 1.2 %; clocks alone to 2.8 % (H200, 700 W, 2026-11-28). */
+static int64_t energy_of(macko_slab_many_shape shape, int64_t half_slabs) {
+    enum { FMA = 2048 }; /* of an SM's tensor cores in a clock */
+    const int64_t pace = tile_row_blocks(shape) * MACKO_SLAB_ROWS * shape.tokens * MACKO_SLAB_HALF_COLS /
+                         (FMA * macko_slab_cluster_blocks(shape));
+    const int percent =
+        (80 + 5120 / shape.tokens) * (shape.split_k > 1 ? 110 : 100) / 100 - (shape.row_blocks > 2 ? 6 : 0);
+    return half_slabs * pace / 100 * percent * 108 / 100;
+}
+enum { GIVE_ENERGY = 154 }; /* percent of the clocks that giving takes */
+
 /* Clocks until the last cluster ends. Each does whole tiles for so many clocks, and of the split ones the half slabs from
  * shares[index] on. Or some number from `least` on, where it is not less. */
 static int64_t time_of(const int *shares, int clusters, int half_slabs, int64_t whole, const clocks *c, int64_t least) {
@@ -173,7 +188,7 @@ static int64_t deal_best(const split_work *s, int64_t least, int *shares) {
 typedef struct search {
     const macko_slab_many_problem *problem;
     const macko_slab_many_way *way;
-    int64_t least; /* clocks; INT64_MAX: no plan yet */
+    int64_t least; /* its clocks and those of its energy; INT64_MAX: no plan yet */
     macko_slab_many_plan *plan;
 } search;
 
@@ -196,14 +211,15 @@ static int64_t split_percent(const macko_slab_many_problem *p, int clusters) {
 }
 
 /* Deals to groups of clusters alike, of `first` to `last` tiles each, which the raster follows. INT64_MAX where that is not
- * before the best plan. */
-static int64_t deal_groups(const search *best, const split_work *s, int first, int last, macko_slab_schedule *found) {
-    int64_t least = best->least;
+ * before `latest`. */
+static int64_t deal_groups(const macko_slab_many_problem *p, const split_work *s, int first, int last, int64_t latest,
+                           macko_slab_schedule *found) {
+    int64_t least = latest;
     for (int tiles = first; tiles <= min_of(last, s->tiles); tiles++) {
         const int clusters = s->clusters / (int)divide_up(s->tiles, tiles);
         if (!clusters || (tiles > found->row_tiles && tiles % found->row_tiles)) continue;
         split_work group = {tiles, clusters, s->half_slabs, s->split_k, s->whole, s->clocks};
-        if (tiles > 1) group.clocks.half_slab = s->clocks.half_slab * split_percent(best->problem, clusters) / 100;
+        if (tiles > 1) group.clocks.half_slab = s->clocks.half_slab * split_percent(p, clusters) / 100;
         int shares[MACKO_SLAB_MOST_CLUSTERS + 1];
         const int64_t time = deal_best(&group, least, shares);
         if (time == INT64_MAX) continue;
@@ -213,7 +229,7 @@ static int64_t deal_groups(const search *best, const split_work *s, int first, i
                 (int)min_of(s->tiles * s->half_slabs, i / clusters * tiles * s->half_slabs + shares[i % clusters]);
         found->raster_rows = tiles < 3 ? RASTER_ROWS : tiles;
     }
-    return least < best->least ? least : INT64_MAX;
+    return least < latest ? least : INT64_MAX;
 }
 
 /* Deals so that clusters have the beginning of a tile each, and the others several ends; false where it does not pay. */
@@ -237,8 +253,17 @@ static bool deal_ends(macko_slab_schedule *s, macko_slab_many_shape shape, const
     return *time < INT64_MAX;
 }
 
-/* So many clusters of a shape, and so many split tiles, in a way of MACKO_SLAB_SPLIT_. */
-static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, int64_t split_tiles, int kind) {
+/* Shares that give sums away. */
+static int count_given(const macko_slab_schedule *s) {
+    int given = s->kept < s->half_slabs ? s->split : 0;
+    for (int i = 0; s->kept == s->half_slabs && i < s->clusters; i++)
+        given += s->shares[i] % s->half_slabs && s->shares[i] < s->shares[i + 1];
+    return given;
+}
+
+/* So many clusters of a shape, of `at_once`, and so many split tiles, in a way of MACKO_SLAB_SPLIT_. */
+static void consider(search *s, macko_slab_many_shape shape, int64_t at_once, int64_t clusters, int64_t split_tiles,
+                     int kind) {
     const macko_slab_many_problem *p = s->problem;
     macko_slab_schedule found = {.row_blocks = (int)macko_slab_row_blocks(p->rows),
                                  .slabs = (int)macko_slabs_across(p->cols),
@@ -255,9 +280,11 @@ static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, i
     if (shape.split_k > 1) c.half_slab += c.half_slab * percent_over_l2(p) / 1000;
     const int64_t whole =
         divide_up(tiles - split_tiles, clusters) * (half_slabs * c.half_slab + c.exchange + c.epilogue);
+    int64_t energy = energy_of(shape, tiles * half_slabs) / at_once;
+    const int64_t latest = s->least - energy;
     if (s->way) {
         if (s->least < INT64_MAX || kind != s->way->split) return;
-    } else if (whole + split_tiles * half_slabs / clusters * c.half_slab >= s->least) {
+    } else if (whole + split_tiles * half_slabs / clusters * c.half_slab >= latest) {
         return;
     }
     int64_t time = whole, workspace_bytes = 0;
@@ -268,16 +295,17 @@ static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, i
         } else {
             const split_work work = {(int)split_tiles, (int)clusters, (int)half_slabs, shape.split_k, whole, c};
             const int first = (int)min_of(kind == MACKO_SLAB_SPLIT_EVENLY ? 1 : 2, split_tiles);
-            time = deal_groups(s, &work, first, kind == MACKO_SLAB_SPLIT_EVENLY ? 1 : MOST_PERIOD, &found);
+            time = deal_groups(p, &work, first, kind == MACKO_SLAB_SPLIT_EVENLY ? 1 : MOST_PERIOD, latest, &found);
             if (time == INT64_MAX) return;
         }
         while (!whole && found.shares[found.clusters - 1] == split_tiles * half_slabs) found.clusters--;
         workspace_bytes = macko_slab_many_flag_bytes(shape, found.clusters) +
                           (int64_t)found.clusters * macko_slab_cluster_blocks(shape) * shape.row_blocks *
                               macko_slab_partial_bytes(shape);
+        energy += count_given(&found) * c.give * GIVE_ENERGY / 100 / at_once;
     }
-    if (time >= s->least) return;
-    s->least = time;
+    if (time + energy >= s->least) return;
+    s->least = time + energy;
     *s->plan = (macko_slab_many_plan){workspace_bytes, shape, found};
 }
 
@@ -298,7 +326,7 @@ static void consider_shape(search *s, macko_slab_many_shape shape, int at_once, 
     const int64_t most_blocks = MACKO_SLAB_MOST_CLUSTERS * MACKO_SLAB_CLUSTER_BLOCKS;
     if (shape.split_k > 2 && (splits || tiles > min_of(clusters, most_blocks / shape.split_k))) return;
     if (!splits) {
-        consider(s, shape, min_of(tiles, clusters), 0, MACKO_SLAB_SPLIT_NONE);
+        consider(s, shape, clusters, min_of(tiles, clusters), 0, MACKO_SLAB_SPLIT_NONE);
         return;
     }
     /* What a last round of whole tiles leaves over, or that and a round more, so that no tile is split often. */
@@ -307,10 +335,10 @@ static void consider_shape(search *s, macko_slab_many_shape shape, int at_once, 
         const int64_t used = min_of(clusters, split * half_slabs);
         if (split * half_slabs > INT32_MAX / 2 || (used < clusters && split < tiles)) break;
         if (2 * split <= used)
-            consider(s, shape, used, split, MACKO_SLAB_SPLIT_EVENLY);
+            consider(s, shape, clusters, used, split, MACKO_SLAB_SPLIT_EVENLY);
         else
-            consider(s, shape, used, split, MACKO_SLAB_SPLIT_ENDS);
-        consider(s, shape, used, split, MACKO_SLAB_SPLIT_SOME);
+            consider(s, shape, clusters, used, split, MACKO_SLAB_SPLIT_ENDS);
+        consider(s, shape, clusters, used, split, MACKO_SLAB_SPLIT_SOME);
     }
 }
 

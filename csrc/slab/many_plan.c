@@ -1,4 +1,4 @@
-/* The plan for many tokens: candidates, how long each takes, and the choice. */
+/* The plan for many tokens: candidates, how long each takes and at what energy, and the choice. */
 #include "many_plan.h"
 
 #include <limits.h>
@@ -46,9 +46,9 @@ static int64_t tile_row_blocks(macko_slab_many_shape shape) {
 
 /* What takes how many clocks of an SM: fitted to the cycles of all ways at 14 shapes by 128 to 1024 tokens (H100, density
  * 0.5, 2026-11-27), with 192 tokens at 19 shapes by 192 to 768 (2026-11-28), then 320 tokens, ends and dense12's at 11
- * shapes by 128 to 768 of tile, dense12 and sparse11, where the choice is 0.3 % from the fastest way on average (H200,
- * 2026-11-28); blocks of 160 tokens by the wavefronts of shared memory that they have less (docs/kernels.md). While one
- * warpgroup does these things the other multiplies, so most are less than a clock in the kernel says. */
+ * shapes by 128 to 768 of tile, dense12 and sparse11, where a choice by clocks alone is 0.3 % from the fewest on average
+ * (H200, 2026-11-28); blocks of 160 tokens by the wavefronts of shared memory that they have less (docs/kernels.md). While
+ * one warpgroup does these things the other multiplies, so most are less than a clock in the kernel says. */
 typedef struct clocks {
     int64_t half_slab; /* its products */
     int64_t exchange;  /* of partial sums by the blocks of a cluster */
@@ -75,19 +75,23 @@ static clocks clocks_of(macko_slab_many_shape shape, bool reads_ahead) {
 }
 
 /* Under load power decides the clock: a way that leaves SMs idle runs at a higher one, and what costs energy takes longer.
- * So a plan is judged by its clocks and by clocks for its energy: that of the products, at the tensor cores' pace, by how
- * much a shape takes (a weight is decoded once for a block's tokens; two blocks with the same rows read tokens twice), and
- * that of sums which are given away. Fitted to times under load of 536 ways at 105 products by 256 to 4096 tokens (tile,
- * dense12, sparse11), which it foretells to 1.2 %; clocks alone to 2.8 % (H200, 700 W, 2026-11-28). */
+ * So a plan is judged by its clocks and by clocks for its energy: of the products at the tensor cores' pace, by a factor of
+ * the shape, and 1.43 times the clocks that giving sums away takes. 0.48 x clocks + 0.52 x energy predicts the times under
+ * load of 536 ways at 105 products by 256 to 4096 tokens (tile, dense12, sparse11) to 1.2 %, root mean square; clocks alone,
+ * to 2.8 % (H200, 700 W, 2026-11-28). Of 127 products by 96 to 16384 tokens that it plans otherwise most are faster. */
 static int64_t energy_of(macko_slab_many_shape shape, int64_t half_slabs) {
     enum { FMA = 2048 }; /* of an SM's tensor cores in a clock */
-    const int64_t pace = tile_row_blocks(shape) * MACKO_SLAB_ROWS * shape.tokens * MACKO_SLAB_HALF_COLS /
-                         (FMA * macko_slab_cluster_blocks(shape));
-    const int percent =
-        (80 + 5120 / shape.tokens) * (shape.split_k > 1 ? 110 : 100) / 100 - (shape.row_blocks > 2 ? 6 : 0);
-    return half_slabs * pace / 100 * percent * 108 / 100;
+    const int64_t pace = tile_row_blocks(shape) * MACKO_SLAB_ROWS * shape.tokens * MACKO_SLAB_HALF_COLS / FMA;
+    /* A weight is decoded once for a block's tokens, three row blocks fetch them once, and blocks with the same rows each
+     * for itself; what four of these take is from five products only. */
+    const int decoding = 80 + 5120 / shape.tokens,
+              fetching = shape.split_k > 2   ? 122
+                         : shape.split_k > 1 ? 110
+                                             : 100,
+              percent = decoding * fetching / 100 - (shape.row_blocks > 2 ? 6 : 0);
+    return half_slabs * pace / 100 * percent * 108 / 100; /* 1.08 = 0.52 / 0.48 */
 }
-enum { GIVE_ENERGY = 154 }; /* percent of the clocks that giving takes */
+enum { GIVE_ENERGY = 154 }; /* percent: 1.43 x 1.08 */
 
 /* Clocks until the last cluster ends. Each does whole tiles for so many clocks, and of the split ones the half slabs from
  * shares[index] on. Or some number from `least` on, where it is not less. */
@@ -188,7 +192,8 @@ static int64_t deal_best(const split_work *s, int64_t least, int *shares) {
 typedef struct search {
     const macko_slab_many_problem *problem;
     const macko_slab_many_way *way;
-    int64_t least; /* its clocks and those of its energy; INT64_MAX: no plan yet */
+    int64_t least;  /* its clocks and those of its energy; INT64_MAX: no plan yet */
+    int64_t blocks; /* at once, of the shape of which most run: SMs */
     macko_slab_many_plan *plan;
 } search;
 
@@ -210,8 +215,8 @@ static int64_t split_percent(const macko_slab_many_problem *p, int clusters) {
     return bytes_of_tokens(p) > 40 << 20 ? 155 : 101 + clusters / 2;
 }
 
-/* Deals to groups of clusters alike, of `first` to `last` tiles each, which the raster follows. INT64_MAX where that is not
- * before `latest`. */
+/* Deals to groups of clusters alike, of `first` to `last` tiles each, which the raster follows, by clocks alone: what the
+ * groups give away differs little. INT64_MAX where that is not before `latest`. */
 static int64_t deal_groups(const macko_slab_many_problem *p, const split_work *s, int first, int last, int64_t latest,
                            macko_slab_schedule *found) {
     int64_t least = latest;
@@ -253,17 +258,16 @@ static bool deal_ends(macko_slab_schedule *s, macko_slab_many_shape shape, const
     return *time < INT64_MAX;
 }
 
-/* Shares that give sums away. */
+/* How often sums are given away: by each share that begins inside a tile, or with each end. */
 static int count_given(const macko_slab_schedule *s) {
-    int given = s->kept < s->half_slabs ? s->split : 0;
-    for (int i = 0; s->kept == s->half_slabs && i < s->clusters; i++)
-        given += s->shares[i] % s->half_slabs && s->shares[i] < s->shares[i + 1];
+    if (s->kept < s->half_slabs) return s->split;
+    int given = 0;
+    for (int i = 0; i < s->clusters; i++) given += s->shares[i] % s->half_slabs && s->shares[i] < s->shares[i + 1];
     return given;
 }
 
-/* So many clusters of a shape, of `at_once`, and so many split tiles, in a way of MACKO_SLAB_SPLIT_. */
-static void consider(search *s, macko_slab_many_shape shape, int64_t at_once, int64_t clusters, int64_t split_tiles,
-                     int kind) {
+/* So many clusters of a shape, and so many split tiles, in a way of MACKO_SLAB_SPLIT_. */
+static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, int64_t split_tiles, int kind) {
     const macko_slab_many_problem *p = s->problem;
     macko_slab_schedule found = {.row_blocks = (int)macko_slab_row_blocks(p->rows),
                                  .slabs = (int)macko_slabs_across(p->cols),
@@ -280,7 +284,8 @@ static void consider(search *s, macko_slab_many_shape shape, int64_t at_once, in
     if (shape.split_k > 1) c.half_slab += c.half_slab * percent_over_l2(p) / 1000;
     const int64_t whole =
         divide_up(tiles - split_tiles, clusters) * (half_slabs * c.half_slab + c.exchange + c.epilogue);
-    int64_t energy = energy_of(shape, tiles * half_slabs) / at_once;
+    /* Of all SMs alike. Up to 64 tokens memory is the limit, and nobody has measured what power does. */
+    int64_t energy = p->tokens > 64 ? energy_of(shape, tiles * half_slabs) / s->blocks : 0;
     const int64_t latest = s->least - energy;
     if (s->way) {
         if (s->least < INT64_MAX || kind != s->way->split) return;
@@ -302,7 +307,8 @@ static void consider(search *s, macko_slab_many_shape shape, int64_t at_once, in
         workspace_bytes = macko_slab_many_flag_bytes(shape, found.clusters) +
                           (int64_t)found.clusters * macko_slab_cluster_blocks(shape) * shape.row_blocks *
                               macko_slab_partial_bytes(shape);
-        energy += count_given(&found) * c.give * GIVE_ENERGY / 100 / at_once;
+        if (p->tokens > 64)
+            energy += count_given(&found) * macko_slab_cluster_blocks(shape) * c.give * GIVE_ENERGY / 100 / s->blocks;
     }
     if (time + energy >= s->least) return;
     s->least = time + energy;
@@ -326,7 +332,7 @@ static void consider_shape(search *s, macko_slab_many_shape shape, int at_once, 
     const int64_t most_blocks = MACKO_SLAB_MOST_CLUSTERS * MACKO_SLAB_CLUSTER_BLOCKS;
     if (shape.split_k > 2 && (splits || tiles > min_of(clusters, most_blocks / shape.split_k))) return;
     if (!splits) {
-        consider(s, shape, clusters, min_of(tiles, clusters), 0, MACKO_SLAB_SPLIT_NONE);
+        consider(s, shape, min_of(tiles, clusters), 0, MACKO_SLAB_SPLIT_NONE);
         return;
     }
     /* What a last round of whole tiles leaves over, or that and a round more, so that no tile is split often. */
@@ -335,10 +341,10 @@ static void consider_shape(search *s, macko_slab_many_shape shape, int at_once, 
         const int64_t used = min_of(clusters, split * half_slabs);
         if (split * half_slabs > INT32_MAX / 2 || (used < clusters && split < tiles)) break;
         if (2 * split <= used)
-            consider(s, shape, clusters, used, split, MACKO_SLAB_SPLIT_EVENLY);
+            consider(s, shape, used, split, MACKO_SLAB_SPLIT_EVENLY);
         else
-            consider(s, shape, clusters, used, split, MACKO_SLAB_SPLIT_ENDS);
-        consider(s, shape, clusters, used, split, MACKO_SLAB_SPLIT_SOME);
+            consider(s, shape, used, split, MACKO_SLAB_SPLIT_ENDS);
+        consider(s, shape, used, split, MACKO_SLAB_SPLIT_SOME);
     }
 }
 
@@ -360,7 +366,10 @@ static void find_first_slabs(macko_slab_schedule *schedule, macko_slab_many_shap
 
 bool macko_slab_many_choose(const macko_slab_many_problem *problem, const macko_slab_many_way *way,
                             macko_slab_many_plan *plan) {
-    search s = {problem, way, INT64_MAX, plan};
+    search s = {problem, way, INT64_MAX, 0, plan};
+    for (int i = 0; i < MACKO_SLAB_MANY_NUM_SHAPES; i++)
+        s.blocks = max_of(s.blocks, min_of(problem->clusters[i], MACKO_SLAB_MOST_CLUSTERS) *
+                                        macko_slab_cluster_blocks(SHAPES[i]));
     /* What takes long to consider comes last, and most of it is seen to be slower at once. */
     for (int splits = 0; splits < 2; splits++)
         for (int i = 0; i < MACKO_SLAB_MANY_NUM_SHAPES; i++)

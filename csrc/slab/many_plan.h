@@ -92,8 +92,8 @@ typedef struct macko_slab_many_plan {
     macko_slab_many_shape shape;
     macko_slab_schedule schedule;
 } macko_slab_many_plan;
-/* The fastest plan, or the one that goes this way if `way` is not NULL. False where there is none; rows, cols, tokens >
- * 0. */
+/* The plan that should be fastest under load, or the one that goes this way if `way` is not NULL. False where there is
+ * none; rows, cols, tokens > 0. */
 bool macko_slab_many_choose(const macko_slab_many_problem *problem, const macko_slab_many_way *way,
                             macko_slab_many_plan *plan);
 

@@ -77,7 +77,7 @@ static clocks clocks_of(macko_slab_many_shape shape, bool reads_ahead) {
 /* Under load power decides the clock: a way that leaves SMs idle runs at a higher one, and what costs energy takes longer.
  * So a plan is judged by its clocks and by clocks for its energy: of the products at the tensor cores' pace, by a factor of
  * the shape, and 1.43 times the clocks that giving sums away takes. 0.48 x clocks + 0.52 x energy predicts the times under
- * load of 536 ways at 105 products by 256 to 4096 tokens (tile, dense12, sparse11) to 1.2 %, root mean square; clocks alone,
+ * load of 536 ways at 105 products by 256 to 4096 tokens (tile, dense12, sparse11) to 1.3 %, root mean square; clocks alone,
  * to 2.8 % (H200, 700 W, 2026-11-28). Of 127 products by 96 to 16384 tokens that it plans otherwise most are faster. */
 static int64_t energy_of(macko_slab_many_shape shape, int64_t half_slabs) {
     enum { FMA = 2048 }; /* of an SM's tensor cores in a clock */

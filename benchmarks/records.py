@@ -293,7 +293,7 @@ def load(name: str = "load", folder: Path = H100, **only: Any) -> Lines:
 
 
 def load_commit(folder: Path) -> str:
-    """The commit that was measured last, for tables in which no row is of two."""
+    """The commit that was measured last."""
     return next((line["commit"] for line in reversed(read(folder / "load.jsonl"))), "")
 
 

@@ -101,6 +101,11 @@ LOAD_CLOCKS = Table(
 HUNDREDS, THOUSANDS = {256, 384, 512}, {1024 << i for i in range(5)}
 
 
+def last_h200(lines: Callable[..., Lines], **only: Any) -> Callable[[], Lines]:
+    """What was measured last under load, so that no table is of two commits."""
+    return lambda: lines(folder=H200, commit=records.load_commit(H200), **only)
+
+
 def load_spread(lines: Lines) -> str:
     """By how much the turns of one product differ."""
     off = sorted(max(us) / min(us) - 1 for us in (line["all_us"] for line in lines))
@@ -419,13 +424,10 @@ PARTS: dict[str, tuple[Callable[..., Lines], Callable[[Lines], str]]] = {
     ),
     "load where": (records.load, WHERE),
     "load": (records.load_clocks, LOAD_CLOCKS),
-    "load h200 where": (lambda: records.load(folder=H200, commit=records.load_commit(H200)), WHERE),
-    "load h200": (lambda: records.load_clocks(H200, commit=records.load_commit(H200), tokens=THOUSANDS), LOAD_CLOCKS),
-    "load h200 hundreds": (
-        lambda: records.load_clocks(H200, commit=records.load_commit(H200), tokens=HUNDREDS),
-        LOAD_CLOCKS,
-    ),
-    "load spread": (lambda: records.load(folder=H200, commit=records.load_commit(H200), tokens=THOUSANDS), load_spread),
+    "load h200 where": (last_h200(records.load), WHERE),
+    "load h200": (last_h200(records.load_clocks, tokens=THOUSANDS), LOAD_CLOCKS),
+    "load h200 hundreds": (last_h200(records.load_clocks, tokens=HUNDREDS), LOAD_CLOCKS),
+    "load spread": (last_h200(records.load, tokens=THOUSANDS), load_spread),
     "load rows": (
         lambda: records.load_tokens("load_rows"),
         columns_of("{tokens}", [f"{name}{rows}" for name in LOAD for rows in ("", "_rows")], "{% mean}"),

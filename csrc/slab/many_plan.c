@@ -74,25 +74,6 @@ static clocks clocks_of(macko_slab_many_shape shape, bool reads_ahead) {
     return (clocks){slab / 2 / shape.split_k, exchange, sums / 27, 6300, sums / 100, 2300 + sums / 150};
 }
 
-/* Under load power decides the clock: a way that leaves SMs idle runs at a higher one, and what costs energy takes longer.
- * So a plan is judged by its clocks and by clocks for its energy: of the products at the tensor cores' pace, by a factor of
- * the shape, and 1.43 times the clocks that giving sums away takes. 0.48 x clocks + 0.52 x energy predicts the times under
- * load of 536 ways at 105 products by 256 to 4096 tokens (tile, dense12, sparse11) to 1.3 %, root mean square; clocks alone,
- * to 2.8 % (H200, 700 W, 2026-11-28). Of 127 products by 96 to 16384 tokens that it plans otherwise most are faster. */
-static int64_t energy_of(macko_slab_many_shape shape, int64_t half_slabs) {
-    enum { FMA = 2048 }; /* of an SM's tensor cores in a clock */
-    const int64_t pace = tile_row_blocks(shape) * MACKO_SLAB_ROWS * shape.tokens * MACKO_SLAB_HALF_COLS / FMA;
-    /* A weight is decoded once for a block's tokens, three row blocks fetch them once, and blocks with the same rows each
-     * for itself; what four of these take is from five products only. */
-    const int decoding = 80 + 5120 / shape.tokens,
-              fetching = shape.split_k > 2   ? 122
-                         : shape.split_k > 1 ? 110
-                                             : 100,
-              percent = decoding * fetching / 100 - (shape.row_blocks > 2 ? 6 : 0);
-    return half_slabs * pace / 100 * percent * 108 / 100; /* 1.08 = 0.52 / 0.48 */
-}
-enum { GIVE_ENERGY = 154 }; /* percent: 1.43 x 1.08 */
-
 /* Clocks until the last cluster ends. Each does whole tiles for so many clocks, and of the split ones the half slabs from
  * shares[index] on. Or some number from `least` on, where it is not less. */
 static int64_t time_of(const int *shares, int clusters, int half_slabs, int64_t whole, const clocks *c, int64_t least) {
@@ -258,6 +239,28 @@ static bool deal_ends(macko_slab_schedule *s, macko_slab_many_shape shape, const
     return *time < INT64_MAX;
 }
 
+/* Under load power decides the clock: a way that leaves SMs idle runs at a higher one, and what costs energy takes longer.
+ * So a plan is judged by its clocks and by clocks for its energy: of the products at the tensor cores' pace, by a factor of
+ * the shape, and of giving sums away, for so many clocks of a block. 0.48 x clocks + 0.52 x energy predicts the times under
+ * load of 536 ways at 105 products by 256 to 4096 tokens (tile, dense12, sparse11) to 1.3 %, root mean square; clocks alone,
+ * to 2.8 % (H200, 700 W, 2026-11-28). Of 127 products by 96 to 16384 tokens that it plans otherwise most are faster. Up to
+ * 64 tokens memory is the limit, and nobody has measured what power does. */
+static int64_t energy_of(const search *s, macko_slab_many_shape shape, int64_t half_slabs, int64_t giving) {
+    enum { FMA = 2048 };                   /* of an SM's tensor cores in a clock */
+    enum { PRODUCTS = 108, GIVING = 154 }; /* percent of clocks: 0.52 / 0.48, and 1.43 times that */
+    if (s->problem->tokens <= 64) return 0;
+    const int64_t pace = tile_row_blocks(shape) * MACKO_SLAB_ROWS * shape.tokens * MACKO_SLAB_HALF_COLS / FMA;
+    /* A weight is decoded once for a block's tokens, three row blocks fetch them once, and blocks with the same rows each
+     * for itself; what four of these take is from five products only. */
+    const int decoding = 80 + 5120 / shape.tokens,
+              fetching = shape.split_k > 2   ? 122
+                         : shape.split_k > 1 ? 110
+                                             : 100,
+              percent = decoding * fetching / 100 - (shape.row_blocks > 2 ? 6 : 0);
+    const int64_t products = half_slabs * pace / 100 * percent * PRODUCTS / 100 / s->blocks;
+    return products + giving * macko_slab_cluster_blocks(shape) * GIVING / 100 / s->blocks;
+}
+
 /* How often sums are given away: by each share that begins inside a tile, or with each end. */
 static int count_given(const macko_slab_schedule *s) {
     if (s->kept < s->half_slabs) return s->split;
@@ -284,15 +287,13 @@ static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, i
     if (shape.split_k > 1) c.half_slab += c.half_slab * percent_over_l2(p) / 1000;
     const int64_t whole =
         divide_up(tiles - split_tiles, clusters) * (half_slabs * c.half_slab + c.exchange + c.epilogue);
-    /* Of all SMs alike. Up to 64 tokens memory is the limit, and nobody has measured what power does. */
-    int64_t energy = p->tokens > 64 ? energy_of(shape, tiles * half_slabs) / s->blocks : 0;
-    const int64_t latest = s->least - energy;
+    const int64_t latest = s->least - energy_of(s, shape, tiles * half_slabs, 0);
     if (s->way) {
         if (s->least < INT64_MAX || kind != s->way->split) return;
     } else if (whole + split_tiles * half_slabs / clusters * c.half_slab >= latest) {
         return;
     }
-    int64_t time = whole, workspace_bytes = 0;
+    int64_t time = whole, giving = 0, workspace_bytes = 0;
     if (split_tiles) {
         if (kind == MACKO_SLAB_SPLIT_ENDS) {
             c.half_slab += c.half_slab * percent_over_l2(p) / 2500;
@@ -307,11 +308,11 @@ static void consider(search *s, macko_slab_many_shape shape, int64_t clusters, i
         workspace_bytes = macko_slab_many_flag_bytes(shape, found.clusters) +
                           (int64_t)found.clusters * macko_slab_cluster_blocks(shape) * shape.row_blocks *
                               macko_slab_partial_bytes(shape);
-        if (p->tokens > 64)
-            energy += count_given(&found) * macko_slab_cluster_blocks(shape) * c.give * GIVE_ENERGY / 100 / s->blocks;
+        giving = count_given(&found) * c.give;
     }
-    if (time + energy >= s->least) return;
-    s->least = time + energy;
+    time += energy_of(s, shape, tiles * half_slabs, giving);
+    if (time >= s->least) return;
+    s->least = time;
     *s->plan = (macko_slab_many_plan){workspace_bytes, shape, found};
 }
 
